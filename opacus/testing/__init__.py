@@ -1,0 +1,19 @@
+"""Tools for testing models and training code that span devices.
+
+Importing this installs nothing: devices are emulated when `devices_for`, `emulated_devices.install` or a fixture of
+`opacus.testing.pytest_plugin` first asks for some.
+"""
+
+from opacus.testing.emulated_devices import Copy, EmulationUnsupported, count_copies
+from opacus.testing.layouts import LAYOUTS, accelerators, devices_for
+from opacus.testing.placement import spread
+
+__all__ = [
+    "LAYOUTS",
+    "Copy",
+    "EmulationUnsupported",
+    "accelerators",
+    "count_copies",
+    "devices_for",
+    "spread",
+]
