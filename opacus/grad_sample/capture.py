@@ -1,0 +1,390 @@
+"""Capture: pair each layer call's inputs with the gradient of its output.
+
+A forward hook sends the layer's output through `_Tap`, an identity whose backward receives the
+backprops and whose saved tensors are the layer's inputs. Because autograd itself keeps the inputs,
+activation checkpointing and CPU offload handle them like any other saved tensor, and because the tap
+sits in the graph below whatever follows, an in-place operation on the output cannot drop it.
+
+All calls whose backprops arrive during one outermost backward form one physical batch: their
+gradients add per parameter before any norm is taken (a module called twice, tied parameters, a model
+called twice for one loss). What is done with a call is the policy's business, not this file's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from opacus.errors import PerSampleGradientError
+from opacus.grad_sample.captured import Captured, Owners
+from opacus.grad_sample.ownership import Slot, layers_with_parameters
+from opacus.grad_sample.rows import RowCount, batch_dim, expand_position_ids, pad_rows
+
+__all__ = ["Capture", "Policy"]
+
+
+_captured_layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+class Policy(Protocol):
+    """What becomes of captured calls. One physical batch: begin, receive any number of calls, end."""
+
+    def begin(self) -> None:
+        """The first call of an outermost backward is about to be received; may refuse by raising."""
+
+    def receive(self, path: str, slots: Sequence[Slot], captured: Captured) -> None:
+        """One call; runs on the backward thread of the layer's device, without autograd."""
+
+    def end(self) -> None:
+        """The outermost backward has ended: all its calls were received."""
+
+    def discard(self) -> None:
+        """The backward failed half-way: forget what was received since `begin`."""
+
+
+class Capture:
+    """Hooks on every layer of `root` that uses parameters of its own.
+
+    Args:
+        root: the model.
+        policy: receives the captured calls.
+        batch_first: whether dimension 0 of inputs is the batch; otherwise dimension 1 of tensors of
+            three or more dims (and of integer tensors of two) is.
+        loss_reduction: "mean" multiplies backprops by the number of samples; "sum" takes them as they are.
+        detach_weights: let weights take part in the forward detached, so that autograd forms no plain
+            weight gradient.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        policy: Policy,
+        *,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        detach_weights: bool = False,
+    ) -> None:
+        self.root = root
+        self.policy = policy
+        self.batch_first = batch_first
+        self.loss_reduction = loss_reduction
+        self.detach_weights = detach_weights
+        self.enabled = True
+        self.owners: Owners | None = None
+        self.rows = RowCount(batch_first)
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._handles: list[Any] = []
+        self._local = threading.local()
+        self._open: _Backward | None = None
+        self._lock = threading.RLock()
+
+    # ---------------------------------------------------------------- hooks
+
+    def attach(self) -> None:
+        """Register the hooks.
+
+        Raises:
+            ValueError: if a layer is captured already, by this object or by another.
+        """
+        layers = list(layers_with_parameters(self.root))
+        taken = [path or "(root)" for path, layer, _ in layers if layer in _captured_layers]
+        if taken or self._handles:
+            raise ValueError(
+                f"hooks cannot be added twice: {', '.join(taken[:5]) or 'this model'} is captured already. Use the "
+                "wrapped module you have, or remove its hooks first (remove_hooks, to_standard_module)."
+            )
+        self._handles.append(self.root.register_forward_pre_hook(self._enter_root, with_kwargs=True))
+        for path, layer, slots in layers:
+            _captured_layers.add(layer)
+            before, after = self._layer_hooks(path, layer, slots)
+            self._handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
+            self._handles.append(
+                layer.register_forward_hook(after, prepend=True, with_kwargs=True, always_call=True)
+            )
+        self._handles.append(self.root.register_forward_hook(self._leave_root, always_call=True))
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        while self._handles:
+            self._handles.pop().remove()
+        for _, layer, _ in layers_with_parameters(self.root):
+            _captured_layers.discard(layer)
+
+    @property
+    def attached(self) -> bool:
+        return bool(self._handles)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within this thread, layer calls are neither captured nor run with detached weights."""
+        before = getattr(self._local, "paused", False)
+        self._local.paused = True
+        try:
+            yield
+        finally:
+            self._local.paused = before
+
+    def _enter_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.rows.enter(args, kwargs)
+
+    def _leave_root(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.rows.leave()
+
+    def _layer_hooks(
+        self, path: str, hooked: nn.Module, slots: list[Slot]
+    ) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        stack: list[tuple[tuple[str, ...], list[nn.Parameter]]] = []
+        original = weakref.ref(hooked)  # a deep copy of the layer carries this hook too, but not its parameters
+
+        def before(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            names: list[str] = []
+            switched_off: list[nn.Parameter] = []
+            idle = not self.enabled or getattr(self._local, "paused", False) or layer is not original()
+            if not idle:
+                self._drop_failed_backward()
+                for slot in slots:
+                    parameter = slot.parameter
+                    if parameter is not None and parameter.requires_grad:
+                        names.append(slot.name)
+                        if self.detach_weights:
+                            switched_off.append(parameter)
+            stack.append((tuple(names), switched_off))
+            for parameter in switched_off:
+                parameter.requires_grad_(False)
+            if names and isinstance(layer, nn.Embedding):
+                return expand_position_ids(args, kwargs, self.rows.expected)
+            return None
+
+        def after(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            if not stack:  # another hook raised before ours ran
+                return None
+            names, switched_off = stack.pop()
+            for parameter in switched_off:
+                parameter.requires_grad_(True)
+            if not names or output is None or not torch.is_grad_enabled():
+                return None
+            return self._tap(path, layer, slots, names, args, kwargs, output)
+
+        return before, after
+
+    def _tap(
+        self,
+        path: str,
+        layer: nn.Module,
+        slots: list[Slot],
+        names: tuple[str, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> Any:
+        inputs, structure = tree_flatten((args, kwargs))
+        outputs, output_structure = tree_flatten(output)
+        differentiable = tuple(
+            i
+            for i, leaf in enumerate(outputs)
+            if isinstance(leaf, Tensor)
+            and leaf.is_floating_point()
+            and (leaf.requires_grad or self.detach_weights)
+        )
+        if not differentiable:
+            return None
+        call = _Call(self, path, layer, slots, names, structure, differentiable, self.rows.allowed)
+        saved = []
+        for leaf in inputs:
+            if isinstance(leaf, Tensor):
+                saved.append(leaf.detach())
+                call.leaves.append(_TENSOR)
+            else:
+                call.leaves.append(leaf)
+        tapped = _Tap.apply(self._anchor, call, *[outputs[i] for i in differentiable], *saved)
+        if len(differentiable) == 1:
+            tapped = (tapped,)
+        for i, leaf in zip(differentiable, tapped, strict=True):
+            outputs[i] = leaf
+        return tree_unflatten(outputs, output_structure)
+
+    # ------------------------------------------------- one outermost backward
+
+    def _drop_failed_backward(self) -> None:
+        """See a layer call. One outside any backward proves that a batch still open belongs to a failed one.
+
+        A call inside a backward is a recomputation (checkpointing); noting it here, before a nested
+        backward starts, ties the batch to the outermost backward.
+        """
+        inside = torch._C._current_graph_task_id() != -1
+        if inside:
+            self._ensure_open()
+        elif self._open is not None:
+            with self._lock:
+                self._open = None
+                self.policy.discard()
+
+    def _ensure_open(self) -> _Backward:
+        with self._lock:
+            if self._open is None:
+                backward = _Backward()
+                self.policy.begin()
+                self._open = backward
+                torch.autograd.Variable._execution_engine.queue_callback(lambda: self._close(backward))
+            return self._open
+
+    def _close(self, backward: _Backward) -> None:
+        with self._lock:
+            if self._open is backward:
+                self._open = None
+                with torch.no_grad():
+                    self.policy.end()
+
+    def _deliver(self, call: _Call, saved: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        if torch.is_grad_enabled():
+            raise PerSampleGradientError(
+                "per-sample gradients cannot be captured",
+                [f"{call.where}: a backward with create_graph=True (double backward) was run through it. "
+                 "Compute gradient penalties outside the private model, or with functorch transforms."],
+            )
+        backward = self._ensure_open()
+        if call.spent_by is not None and call.spent_by is not backward:
+            raise PerSampleGradientError(
+                "the same forward was used by two backward passes",
+                [f"{call.where}: its samples were captured already; clipping them twice would double their "
+                 "influence. Add the losses and call backward once, or run forward again."],
+            )
+        call.spent_by = backward
+        device_type = grads[0].device.type
+        quiet = (
+            torch.autocast(device_type, enabled=False)
+            if torch.is_autocast_enabled(device_type)
+            else contextlib.nullcontext()
+        )
+        with quiet, self.paused():
+            captured = self._assemble(call, saved, grads, backward)
+            self.policy.receive(call.path, call.slots, captured)
+
+    def _assemble(
+        self, call: _Call, saved: Sequence[Tensor], grads: Sequence[Tensor], backward: _Backward
+    ) -> Captured:
+        # Accelerate moves inputs inside the patched forward, after hooks saw them: meet on the backprops' device.
+        device = grads[0].device
+        tensors = iter(saved)
+        leaves = [next(tensors).to(device) if leaf is _TENSOR else leaf for leaf in call.leaves]
+        padded_to = getattr(call.layer, "max_batch_len", None)
+        if padded_to is not None:  # an RNN cell: rows are dim 0 whatever the model's layout
+            leaves = [pad_rows(leaf, padded_to) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            outputs = [pad_rows(grad, padded_to) for grad in grads]
+            dim_of: Callable[[Tensor], int] = _first
+        else:
+            dim_of = partial(batch_dim, batch_first=self.batch_first, rows=call.rows_allowed or frozenset())
+            outputs = [grad.transpose(0, dim_of(grad)) if grad.dim() else grad for grad in grads]
+        args, kwargs = tree_unflatten(leaves, call.structure)
+        owners = backward.agree(call.where, outputs, call.rows_allowed, self.owners)
+        if self.loss_reduction == "mean":
+            outputs = [grad * owners.n_samples for grad in outputs]
+        return Captured(call.layer, call.names, args, kwargs, outputs, owners, dim_of, call.differentiable)
+
+
+def _first(tensor: Tensor) -> int:
+    return 0
+
+
+_TENSOR = object()
+
+
+class _Call:
+    """What `_Tap` must remember of a layer call besides tensors; holds none, so nothing is kept alive."""
+
+    def __init__(
+        self,
+        capture: Capture,
+        path: str,
+        layer: nn.Module,
+        slots: list[Slot],
+        names: tuple[str, ...],
+        structure: Any,
+        differentiable: tuple[int, ...],
+        rows_allowed: frozenset[int] | None,
+    ) -> None:
+        self.capture = capture
+        self.path = path
+        self.layer = layer
+        self.slots = slots
+        self.names = names
+        self.structure = structure
+        self.differentiable = differentiable
+        self.rows_allowed = rows_allowed
+        self.leaves: list[Any] = []
+        self.spent_by: _Backward | None = None
+
+    @property
+    def where(self) -> str:
+        return f"{self.path or '(root)'} ({type(self.layer).__name__})"
+
+
+class _Tap(torch.autograd.Function):
+    """Identity on the outputs; saves the inputs; its backward is where inputs meet backprops."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, call: _Call, *tensors: Tensor) -> Any:
+        count = len(call.differentiable)
+        ctx.call = call
+        ctx.save_for_backward(*tensors[count:])
+        # detach() shares the version counter, so autograd still sees later in-place changes; .data would hide them
+        outputs = tuple(tensor.detach() for tensor in tensors[:count])
+        return outputs[0] if count == 1 else outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        saved = ctx.saved_tensors
+        ctx.call.capture._deliver(ctx.call, saved, grads)
+        return (None, None, *grads, *([None] * len(saved)))
+
+
+class _Backward:
+    """One outermost backward: the physical batch that its captures form."""
+
+    def __init__(self) -> None:
+        self.owners: Owners | None = None
+        self.first_seen = ""
+
+    def agree(
+        self,
+        where: str,
+        outputs: Sequence[Tensor],
+        rows_allowed: frozenset[int] | None,
+        given: Owners | None,
+    ) -> Owners:
+        """The owners of this batch's rows; raises where a layer saw another number of rows."""
+        sizes = {output.shape[0] if output.dim() else -1 for output in outputs}
+        rows = sizes.pop() if len(sizes) == 1 else -1
+        if self.owners is None:
+            allowed = frozenset({given.n_rows}) if given is not None else rows_allowed
+            if rows >= 0 and (not allowed or rows in allowed):
+                self.owners = given if given is not None else Owners(rows)
+                self.first_seen = where
+                return self.owners
+            raise PerSampleGradientError(
+                "samples cannot be told apart",
+                [_lost(where, outputs, f"the batch has {' or '.join(map(str, sorted(allowed or ())))}")],
+            )
+        if rows != self.owners.n_rows:
+            raise PerSampleGradientError(
+                "samples cannot be told apart",
+                [_lost(where, outputs, f"{self.first_seen} saw {self.owners.n_rows} in the same backward")],
+            )
+        return self.owners
+
+
+def _lost(where: str, outputs: Sequence[Tensor], against: str) -> str:
+    shapes = ", ".join(str(tuple(output.shape)) for output in outputs)
+    return (
+        f"{where}: the gradient of its output has shape {shapes}, whose first dimension is not the batch ({against}). "
+        "Every trainable layer must see one row per sample: expand inputs that are broadcast later "
+        "(position ids [T] to [B, T]), and do not fold other dimensions into the batch."
+    )

@@ -1,0 +1,116 @@
+"""What a layer saw in one call: its inputs, the gradient of its output, and whose rows they are.
+
+This room holds data only. How it is collected is `capture.py`; what is made of it are the layer rules.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["Captured", "Owners", "bind"]
+
+
+@dataclass(frozen=True)
+class Owners:
+    """Which sample (privacy unit) each row of a physical batch belongs to.
+
+    Args:
+        n_samples: number of samples B in the physical batch.
+        index_R: `[R]`, int64: the sample that owns each of R rows. None: row i is sample i, R = B.
+    """
+
+    n_samples: int
+    index_R: Tensor | None = None
+
+    @property
+    def n_rows(self) -> int:
+        return self.n_samples if self.index_R is None else self.index_R.shape[0]
+
+    def add_up(self, rows: Tensor) -> Tensor:
+        """Sum `[R, ...]` over the rows of each sample: `[n_samples, ...]`.
+
+        A sample's gradient is the sum of its rows' gradients; adding comes before any norm is taken.
+        """
+        if self.index_R is None:
+            return rows
+        out = rows.new_zeros(self.n_samples, *rows.shape[1:])
+        return out.index_add_(0, self.index_R.to(rows.device), rows)
+
+
+@dataclass
+class Captured:
+    """One call of one layer, met by its backprops.
+
+    Attributes:
+        layer: the module that was called.
+        names: the parameters that trained in this call, as dotted names relative to `layer`.
+        args, kwargs: what the call was given, as given; tensors are detached, on the backprops' device.
+        outputs: gradient of the loss with respect to each differentiable output, batch first, scaled so
+            that row i is the gradient of sample i's own loss (a mean over the batch is undone).
+        owners: rows to samples.
+        batch_dim_of: the batch dimension of an input tensor.
+        output_index: for a call with several outputs, the positions (among the output's tensor leaves)
+            that `outputs` belong to.
+    """
+
+    layer: nn.Module
+    names: tuple[str, ...]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: Sequence[Tensor]
+    owners: Owners
+    batch_dim_of: Callable[[Tensor], int] = lambda tensor: 0
+    output_index: tuple[int, ...] = (0,)
+    _bound: dict[str, Any] | None = field(default=None, repr=False)
+
+    @property
+    def backprops(self) -> Tensor:
+        """Gradient with respect to the layer's one output, `[R, ...]`."""
+        if len(self.outputs) != 1:
+            raise ValueError(f"{type(self.layer).__name__} has {len(self.outputs)} outputs; its rule expects one")
+        return self.outputs[0]
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """All tensor inputs, batch first, in the order of the signature, keyword arguments included."""
+        return [value for value in self.arguments.values() if isinstance(value, Tensor)]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Inputs bound to the names of `layer.forward`'s signature, tensors batch first."""
+        if self._bound is None:
+            bound = bind(self.layer, self.args, self.kwargs)
+            self._bound = {
+                name: self.batch_first(value) if isinstance(value, Tensor) else value
+                for name, value in bound.items()
+            }
+        return self._bound
+
+    def batch_first(self, tensor: Tensor) -> Tensor:
+        """`tensor` with its batch dimension in front (a view)."""
+        dim = self.batch_dim_of(tensor)
+        return tensor.transpose(0, dim) if dim else tensor
+
+    def trains(self, name: str) -> bool:
+        """Whether the parameter `name` was trainable when the layer was called."""
+        return name in self.names
+
+
+def bind(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Name the inputs of a call as `layer.forward`'s signature does; `*args` count one by one."""
+    signature = inspect.signature(layer.forward)
+    arguments: dict[str, Any] = {}
+    for name, value in signature.bind(*args, **kwargs).arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            arguments.update({f"{name}[{i}]": item for i, item in enumerate(value)})
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            arguments.update(value)
+        else:
+            arguments[name] = value
+    return arguments

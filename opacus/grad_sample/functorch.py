@@ -1,0 +1,120 @@
+"""Any layer: per-sample gradients by running its forward again under `vmap`, over all its inputs.
+
+Exact for every forward that is a function of its inputs and parameters. A forward that `vmap` cannot
+follow (data-dependent branches, in-place changes of captured tensors) is run sample by sample. One that draws random
+numbers cannot be repeated exactly, so it is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from opacus.errors import PerSampleGradientError
+from opacus.grad_sample.captured import Captured
+from opacus.grad_sample.rules import Instantiated
+
+__all__ = ["FUNCTORCH", "functorch_rows"]
+
+logger = logging.getLogger(__name__)
+_told: set[type[nn.Module]] = set()
+
+
+def functorch_rows(captured: Captured) -> dict[str, Tensor]:
+    """Gradient of each row for every trained parameter, `[R, *shape]`."""
+    layer = captured.layer
+    own = dict(layer.named_parameters())
+    parameters = {name: own[name].detach() for name in captured.names}
+    leaves, structure = tree_flatten((captured.args, dict(captured.kwargs)))
+    rows = captured.owners.n_rows
+    tensors, dims = [], []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            dim = captured.batch_dim_of(leaf)
+            batched = leaf.dim() > dim and leaf.shape[dim] == rows
+            tensors.append(leaf.transpose(0, dim) if batched and dim else leaf)
+            dims.append(dim if batched else None)
+    if rows and not any(dim is not None for dim in dims):
+        raise PerSampleGradientError(
+            "samples cannot be told apart",
+            [f"{type(layer).__name__}: none of its inputs has one row per sample ({rows}); its parameters "
+             f"{', '.join(captured.names)} act on the batch as a whole."],
+        )
+    if rows == 0:
+        return {name: p.new_zeros(0, *p.shape) for name, p in parameters.items()}
+
+    def one_row(parameters: dict[str, Tensor], inputs: list[Tensor], gs: list[Tensor]) -> Tensor:
+        """<output, backprops> of one sample, fed as a batch of one."""
+        supply = iter(
+            tensor if dim is None else tensor.unsqueeze(dim) for tensor, dim in zip(inputs, dims, strict=True)
+        )
+        args, kwargs = tree_unflatten(
+            [next(supply) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
+        )
+        output = functional_call(layer, parameters, args, kwargs, tie_weights=False)
+        outputs = tree_flatten(output)[0]
+        total = None
+        for index, g in zip(captured.output_index, gs, strict=True):
+            y = outputs[index]
+            dim = captured.batch_dim_of(y)
+            term = (y.squeeze(dim) * g).sum()
+            total = term if total is None else total + term
+        assert total is not None
+        return total
+
+    in_dims: Any = (None, [None if dim is None else 0 for dim in dims], [0] * len(captured.outputs))
+    try:
+        return vmap(grad(one_row), in_dims=in_dims)(parameters, tensors, list(captured.outputs))
+    except RuntimeError as error:
+        if "randomness" in str(error):
+            raise _random(layer) from error
+        if type(layer) not in _told:
+            _told.add(type(layer))
+            logger.warning(
+                "%s cannot be vectorised over samples (%s); its per-sample gradients are computed one sample at "
+                "a time. Registering a rule with opacus.grad_sample.register_grad_sampler makes it fast.",
+                type(layer).__name__,
+                str(error).split("\n")[0],
+            )
+    return _row_by_row(one_row, parameters, tensors, dims, captured)
+
+
+def _row_by_row(
+    one_row: Any, parameters: dict[str, Tensor], tensors: list[Tensor], dims: list[int | None], captured: Captured
+) -> dict[str, Tensor]:
+    found: dict[str, list[Tensor]] = {name: [] for name in parameters}
+    device = captured.outputs[0].device
+    state = _random_state(device)
+    for row in range(captured.owners.n_rows):
+        inputs = [tensor if dim is None else tensor[row] for tensor, dim in zip(tensors, dims, strict=True)]
+        with torch.enable_grad():
+            leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
+            value = one_row(leaves, inputs, [g[row] for g in captured.outputs])
+            grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+        for (name, p), g in zip(parameters.items(), grads, strict=True):
+            found[name].append(torch.zeros_like(p) if g is None else g)
+    if not torch.equal(state, _random_state(device)):
+        raise _random(captured.layer)
+    return {name: torch.stack(rows) for name, rows in found.items()}
+
+
+def _random_state(device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(device).get_rng_state(device)
+
+
+def _random(layer: nn.Module) -> PerSampleGradientError:
+    return PerSampleGradientError(
+        "per-sample gradients cannot be computed",
+        [f"{type(layer).__name__} owns parameters and draws random numbers in the same forward (dropout?), so that its "
+         "forward cannot be repeated per sample. Move the parameters or the random part into a layer of its own."],
+    )
+
+
+FUNCTORCH = Instantiated(functorch_rows)

@@ -1,0 +1,312 @@
+"""GradSampleHooks and GradSampleModule: `p.grad_sample` for every trainable parameter after a backward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opacus.errors import ConfigurationError
+from opacus.grad_sample.accumulate import create_or_accumulate_grad_sample, promote_current_grad_sample
+from opacus.grad_sample.capture import Capture
+from opacus.grad_sample.captured import Captured, Owners
+from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
+from opacus.grad_sample.instantiate import Instantiate
+from opacus.grad_sample.ownership import layers_with_parameters, slots
+from opacus.grad_sample.selection import GRAD_SAMPLERS
+
+__all__ = [
+    "GradSampleHooks",
+    "GradSampleModule",
+    "create_or_accumulate_grad_sample",
+    "promote_current_grad_sample",
+]
+
+
+class GradSampleHooks(AbstractGradSampleHooks):
+    """Hooks that leave per-sample gradients on the parameters of a model used as it is.
+
+    After `loss.backward()` every trainable parameter carries `grad_sample`, `[B, *shape]`: row i is the gradient of
+    sample i's own loss. Calls add up within one backward; further backwards append (see `allow_grad_accumulation`).
+
+    Args:
+        m: the model; its layers may lie on any number of devices.
+        batch_first: whether dimension 0 of the inputs is the batch; with False it is dimension 1.
+        loss_reduction: "mean" if the loss is the mean over samples, "sum" if it is their sum.
+        strict: refuse models with trainable layers that hold buffers, and per-sample gradients that do not add up to
+            autograd's; with False they are logged.
+        force_functorch: use functorch even for layers with a built-in rule.
+
+    Raises:
+        NotImplementedError: with `strict`, naming each layer that mixes samples.
+        ValueError: if the model has such hooks already, or an argument is unknown.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> model = nn.Linear(3, 2)
+        >>> hooks = GradSampleHooks(model)
+        >>> model(torch.ones(4, 3)).mean(1).mean().backward()
+        >>> model.weight.grad_sample.shape
+        torch.Size([4, 2, 3])
+        >>> hooks.cleanup()
+    """
+
+    GRAD_SAMPLERS = GRAD_SAMPLERS
+
+    def __init__(
+        self,
+        m: nn.Module,
+        *,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        strict: bool = True,
+        force_functorch: bool = False,
+    ) -> None:
+        check_arguments(m, loss_reduction)
+        self.validate(m, strict=strict)
+        super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction)
+        self.force_functorch = force_functorch
+        self.strict = strict
+        self._start(batch_first, loss_reduction, force_functorch)
+
+    def _start(self, batch_first: bool, loss_reduction: str, force_functorch: bool) -> None:
+        policy = Instantiate(
+            self._module,
+            accumulation_allowed=lambda: self.grad_accumulation_allowed,
+            loss_reduction=loss_reduction,
+            force_functorch=force_functorch,
+            strict=self.strict,
+        )
+        capture = Capture(self._module, policy, batch_first=batch_first, loss_reduction=loss_reduction)
+        try:
+            capture.attach()
+        except ValueError:
+            policy.close()
+            raise
+        self.policy, self.capture = policy, capture
+
+    def add_hooks(
+        self, *, loss_reduction: str = "mean", batch_first: bool = True, force_functorch: bool = False
+    ) -> None:
+        """Attach the hooks again after `remove_hooks`, possibly with other options.
+
+        Raises:
+            ValueError: if they are attached.
+        """
+        check_arguments(self._module, loss_reduction)
+        if self.capture.attached:
+            raise ValueError("hooks cannot be added twice to the same model: call remove_hooks() first")
+        self.batch_first, self.loss_reduction, self.force_functorch = batch_first, loss_reduction, force_functorch
+        self._start(batch_first, loss_reduction, force_functorch)
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks; `grad_sample` attributes stay (see `cleanup`)."""
+        self.capture.detach()
+        self.policy.close()
+
+    @property
+    def hooks_enabled(self) -> bool:
+        """Whether layer calls are captured."""
+        return self.capture.enabled
+
+    def enable_hooks(self) -> None:
+        """Capture layer calls again after `disable_hooks`."""
+        self.capture.enabled = True
+
+    def disable_hooks(self) -> None:
+        """Run the model as if it had no hooks, until `enable_hooks`."""
+        self.capture.enabled = False
+
+    def set_owners(self, owners: Owners | None) -> None:
+        """Say whose each row of the following physical batches is, where a sample owns several rows.
+
+        Args:
+            owners: rows to samples; None means row i is sample i.
+        """
+        self.capture.owners = owners
+
+    def iterate_submodules(self, module: nn.Module) -> Iterable[nn.Module]:
+        """The layers that are captured: those whose own forward uses a trainable parameter."""
+        return iterate_trained_layers(module)
+
+    def capture_activations_hook(
+        self, module: nn.Module, forward_input: Iterable[Tensor], _forward_output: Tensor
+    ) -> None:
+        """Keep one call's inputs by hand, for `capture_backprops_hook`; ordinary training needs neither."""
+        if not hasattr(module, "activations"):
+            module.activations = []  # type: ignore[assignment]
+        module.activations.append([t.detach() for t in forward_input if isinstance(t, Tensor)])  # type: ignore[union-attr, operator]
+
+    def capture_backprops_hook(
+        self,
+        module: nn.Module,
+        _forward_input: Any,
+        forward_output: tuple[Tensor, ...],
+        loss_reduction: str,
+        batch_first: bool,
+    ) -> None:
+        """Form per-sample gradients of the last call kept by `capture_activations_hook`, given its backprops."""
+        activations, backprops = self.rearrange_grad_samples(
+            module=module, backprops=forward_output[0].detach(), loss_reduction=loss_reduction, batch_first=batch_first
+        )
+        own = slots(module)
+        names = tuple(slot.name for slot in own if slot.parameter is not None and slot.parameter.requires_grad)
+        captured = Captured(module, names, tuple(activations), {}, [backprops], Owners(backprops.shape[0]))
+        with torch.no_grad(), self.capture.paused():
+            self.policy.receive("", own, captured)
+        for slot in own:
+            if slot.parameter is not None:
+                promote_current_grad_sample(slot.parameter)
+
+    def rearrange_grad_samples(
+        self, *, module: nn.Module, backprops: Tensor, loss_reduction: str, batch_first: bool
+    ) -> tuple[list[Tensor], Tensor]:
+        """Take the activations kept last, and bring both batch first and undo the loss's mean.
+
+        Returns:
+            `(activations, backprops)`, batch first; backprops multiplied by the batch size for "mean".
+
+        Raises:
+            ValueError: if no activations were kept for `module`.
+        """
+        kept = getattr(module, "activations", None)
+        if not kept:
+            raise ValueError(f"no activations were captured for {type(module).__name__}: run its forward first")
+        activations = kept.pop()
+        if not batch_first and not hasattr(module, "max_batch_len"):
+            activations = [a.transpose(0, 1) if a.dim() > 1 else a for a in activations]
+            backprops = backprops.transpose(0, 1)
+        if loss_reduction == "mean":
+            backprops = backprops * backprops.shape[0]
+        return activations, backprops
+
+    @classmethod
+    def is_supported(cls, module: nn.Module) -> bool:
+        """Whether per-sample gradients of `module`'s own parameters can be formed: by a rule or by functorch, always.
+
+        Layers that mix samples are `validate`'s business.
+        """
+        return True
+
+    @classmethod
+    def validate(cls, module: nn.Module, *, strict: bool = False) -> list[NotImplementedError]:
+        """Find trainable layers whose buffers may carry data from sample to sample (batch normalisation).
+
+        Args:
+            module: the model.
+            strict: raise instead of returning.
+
+        Returns:
+            One error per layer.
+
+        Raises:
+            NotImplementedError: with `strict`, if there is any.
+        """
+        errors = [
+            NotImplementedError(
+                f"{path or '(root)'} ({type(layer).__name__}) is trainable and has buffers "
+                f"({', '.join(name for name, _ in layer.named_buffers(recurse=False))}): what a forward writes there would "
+                "carry data past the clipping. Replace the layer (ModuleValidator.fix), freeze it, or pass strict=False "
+                "if its buffers never change."
+            )
+            for path, layer, own in layers_with_parameters(module)
+            if any(True for _ in layer.named_buffers(recurse=False))
+            and any(slot.parameter.requires_grad for slot in own if slot.parameter is not None)
+        ]
+        if strict and errors:
+            raise NotImplementedError("\n".join(str(error) for error in errors))
+        return errors
+
+
+class GradSampleModule(GradSampleHooks, AbstractGradSampleModule):
+    """`GradSampleHooks` as a wrapper: a module that runs the model and holds the hooks.
+
+    State dict keys carry the prefix `_module.`; attributes of the model are reached through the wrapper.
+
+    Args:
+        m, batch_first, loss_reduction, strict, force_functorch: as in `GradSampleHooks`.
+
+    Raises:
+        NotImplementedError, ValueError: as in `GradSampleHooks`.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> model = GradSampleModule(nn.Linear(3, 2))
+        >>> model(torch.ones(4, 3)).mean(1).mean().backward()
+        >>> model.weight.grad_sample.shape
+        torch.Size([4, 2, 3])
+    """
+
+    def __init__(
+        self,
+        m: nn.Module,
+        *,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        strict: bool = True,
+        force_functorch: bool = False,
+    ) -> None:
+        check_arguments(m, loss_reduction)
+        self.validate(m, strict=strict)
+        AbstractGradSampleModule.__init__(self, m, batch_first=batch_first, loss_reduction=loss_reduction)
+        self.training = m.training
+        self.force_functorch = force_functorch
+        self.strict = strict
+        self._start(batch_first, loss_reduction, force_functorch)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        return self._module(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradSampleModule:
+        """A copy with hooks of its own: the original's hooks belong to the original's parameters."""
+        attached = self.capture.attached
+        self.capture.detach()
+        self.policy.close()
+        try:
+            module = copy.deepcopy(self._module, memo)
+        finally:
+            if attached:
+                self.capture.attach()
+            self.policy.watch()
+        clone = type(self)(
+            module,
+            batch_first=self.batch_first,
+            loss_reduction=self.loss_reduction,
+            strict=self.strict,
+            force_functorch=self.force_functorch,
+        )
+        memo[id(self)] = clone
+        clone.capture.enabled = self.capture.enabled
+        clone.grad_accumulation_allowed = self.grad_accumulation_allowed
+        if not attached:
+            clone.remove_hooks()
+        return clone
+
+
+def iterate_trained_layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Layers whose own forward uses a trainable parameter."""
+    for _, layer, own in layers_with_parameters(module):
+        if any(slot.parameter is not None and slot.parameter.requires_grad for slot in own):
+            yield layer
+
+
+def check_arguments(m: nn.Module, loss_reduction: str) -> None:
+    """Raise one error for all that is wrong with the arguments of a grad sample mode."""
+    problems = []
+    if not isinstance(m, nn.Module):
+        problems.append(f"m must be a torch.nn.Module, not {type(m).__name__}.")
+    elif isinstance(m, nn.DataParallel):
+        problems.append(
+            "m is an nn.DataParallel, which copies the model for every forward: its replicas cannot be captured. Pass the "
+            "module inside it; a model may span several devices without it."
+        )
+    if loss_reduction not in ("mean", "sum"):
+        problems.append(f"loss_reduction must be 'mean' or 'sum', not {loss_reduction!r}.")
+    if problems:
+        raise ConfigurationError("per-sample gradients cannot be set up", problems)

@@ -1,0 +1,175 @@
+"""The policy of the `hooks` mode: per-sample gradients are formed and left on `p.grad_sample`.
+
+Two nets stand under it. A parameter that received a plain gradient without its layer's call being captured was used
+outside that layer: refused by name. And the first time a parameter is captured, the sum of its per-sample gradients
+must be autograd's own gradient; a missing or wrong rule is found before a step is taken.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from opacus.errors import PerSampleGradientError, raise_if_any
+from opacus.grad_sample.accumulate import create_or_accumulate_grad_sample, promote_current_grad_sample
+from opacus.grad_sample.captured import Captured
+from opacus.grad_sample.ownership import Slot
+from opacus.grad_sample.selection import rule_for
+
+__all__ = ["Instantiate"]
+
+logger = logging.getLogger(__name__)
+
+# How far the sum of per-sample gradients may lie from autograd's gradient, relative to the sum of their norms:
+# well above the rounding of each dtype (TF32 and bf16 autocast for float32), well below any missing term.
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-2, torch.bfloat16: 1e-1, torch.float16: 1e-1}
+
+
+class Instantiate:
+    """Forms `[B, *shape]` for every trained parameter of every captured call.
+
+    Args:
+        root: the model, for names and for parameters that took no part.
+        accumulation_allowed: asked at the start of each backward.
+        loss_reduction: "mean" or "sum", to compare with autograd's gradient.
+        force_functorch: take functorch even where a built-in rule exists.
+        strict: raise where a net finds something; otherwise log it.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        *,
+        accumulation_allowed: Callable[[], bool],
+        loss_reduction: str,
+        force_functorch: bool = False,
+        strict: bool = True,
+    ) -> None:
+        self.root = root
+        self.accumulation_allowed = accumulation_allowed
+        self.loss_reduction = loss_reduction
+        self.force_functorch = force_functorch
+        self.strict = strict
+        self._n_samples: int | None = None
+        self._fresh: set[int] = set()  # captured in this backward while `.grad` was None, by id
+        self._compared: set[int] = set()
+        self._plain: set[int] = set()
+        self._watched: dict[int, torch.utils.hooks.RemovableHandle] = {}
+        self.watch()
+
+    def watch(self) -> None:
+        """Notice plain gradients of the parameters that train now (and were not watched yet)."""
+        for parameter in self.root.parameters():
+            if parameter.requires_grad and id(parameter) not in self._watched:
+                self._watched[id(parameter)] = parameter.register_post_accumulate_grad_hook(
+                    lambda p: self._plain.add(id(p))
+                )
+
+    def close(self) -> None:
+        """Take the watching hooks off."""
+        for handle in self._watched.values():
+            handle.remove()
+        self._watched.clear()
+
+    def begin(self) -> None:
+        self._n_samples = None
+        self._fresh.clear()
+        if not self.accumulation_allowed() and any(
+            getattr(p, "grad_sample", None) is not None for p in self.root.parameters()
+        ):
+            raise ValueError(
+                "per-sample gradients of an earlier backward are still there, and grad accumulation is not "
+                "compatible with Poisson sampling: call optimizer.step() and optimizer.zero_grad() after every "
+                "backward, or use BatchMemoryManager to split a logical batch."
+            )
+
+    def receive(self, path: str, slots: Sequence[Slot], captured: Captured) -> None:
+        self._n_samples = captured.owners.n_samples
+        rule = rule_for(captured.layer, captured.names, force_functorch=self.force_functorch)
+        found = rule.grad_sample(captured)
+        for slot in slots:
+            parameter = slot.parameter
+            if parameter is None or slot.name not in found:
+                continue
+            grad_sample = found[slot.name]
+            if grad_sample.shape[1:] != parameter.shape:
+                raise PerSampleGradientError(
+                    "a grad sampler returned the wrong shape",
+                    [f"{path}.{slot.name}: {tuple(grad_sample.shape)} for a parameter of shape "
+                     f"{tuple(parameter.shape)}; a sampler returns [B, *parameter.shape]."],
+                )
+            if parameter.grad is None and getattr(parameter, "_current_grad_sample", None) is None:
+                self._fresh.add(id(parameter))
+            create_or_accumulate_grad_sample(
+                param=parameter, grad_sample=grad_sample, max_batch_len=captured.owners.n_samples
+            )
+
+    def end(self) -> None:
+        problems, compared = self._used_outside(), self._compare_with_autograd()
+        self._plain.clear()
+        if problems or compared:
+            if self.strict:
+                self.discard()
+                raise_if_any("per-sample gradients are not complete", problems + compared, PerSampleGradientError)
+            logger.warning("per-sample gradients are not complete: %s", "; ".join(problems + compared))
+        for parameter in self.root.parameters():
+            if not parameter.requires_grad:
+                continue
+            if getattr(parameter, "_current_grad_sample", None) is None:
+                # unused in this batch: a zero gradient, held as one number
+                zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+                parameter._current_grad_sample = zero.expand(self._n_samples, *parameter.shape)  # type: ignore[attr-defined]
+            promote_current_grad_sample(parameter)
+
+    def discard(self) -> None:
+        self._plain.clear()
+        for parameter in self.root.parameters():
+            if hasattr(parameter, "_current_grad_sample"):
+                del parameter._current_grad_sample
+
+    def _used_outside(self) -> list[str]:
+        return [
+            f"{name} received a gradient although its layer's call was not captured: it is used outside that layer's "
+            "forward (functional call, penalty on weights, output that is no tensor). Call the layer itself, or freeze it."
+            for name, parameter in self.root.named_parameters()
+            if id(parameter) in self._plain and getattr(parameter, "_current_grad_sample", None) is None
+        ]
+
+    def _compare_with_autograd(self) -> list[str]:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return []  # a data-parallel reducer may have averaged `.grad` over ranks already
+        scale = self._n_samples if self.loss_reduction == "mean" else 1
+        if not self._n_samples:
+            return []
+        names, ratios = [], []
+        for name, parameter in self.root.named_parameters():
+            current = getattr(parameter, "_current_grad_sample", None)
+            key = id(parameter)
+            if current is None or key in self._compared or key not in self._fresh or key not in self._plain:
+                continue
+            names.append((name, key, _TOLERANCE.get(parameter.dtype, 1e-1)))
+            ratios.append(_relative_difference(current, parameter.grad, scale))
+        if not ratios:
+            return []
+        problems = []
+        values = torch.stack([ratio.to("cpu", torch.float64) for ratio in ratios]).tolist()
+        for (name, key, tolerance), value in zip(names, values, strict=True):
+            if value <= tolerance:
+                self._compared.add(key)
+            elif value > tolerance:  # NaN (an overflowing first batch) is neither: compared again next time
+                problems.append(
+                    f"{name}: the sum of its per-sample gradients differs from autograd's gradient by {value:.1%} of "
+                    "their norms. It is used outside its layer's forward too, or its layer's grad sampler is wrong."
+                )
+        return problems
+
+
+def _relative_difference(grad_sample: Tensor, grad: Tensor, scale: int) -> Tensor:
+    dtype = torch.promote_types(grad_sample.dtype, torch.float32)
+    flat = grad_sample.flatten(1).to(dtype)
+    plain = (grad.to_dense() if grad.is_sparse else grad).flatten().to(dtype) * scale
+    size = torch.linalg.vector_norm(flat, dim=1).sum()
+    return torch.linalg.vector_norm(flat.sum(0) - plain) / size.clamp(min=torch.finfo(dtype).tiny)

@@ -1,0 +1,58 @@
+"""LayerNorm: per-sample gradients of an elementwise affine map.
+
+Shapes: R rows, T positions (all middle dims folded), D normalised elements. With x_hat the normalised
+input, y = x_hat * weight + bias, so row i's gradient is dweight_i = sum_t x_hat_it * g_it and
+dbias_i = sum_t g_it: both `[R, D]`, small enough to keep.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from opacus.grad_sample.captured import Captured
+from opacus.grad_sample.interface import by_parameter
+from opacus.grad_sample.rules import Instantiated, compute_dtype, register
+
+__all__ = ["affine_rows", "compute_layer_norm_grad_sample"]
+
+
+def affine_rows(captured: Captured, x_hat: Tensor, n_affine: int) -> dict[str, Tensor]:
+    """Gradients of the weight and bias that act on the last `n_affine` dims of `x_hat`, `[R, *affine]`."""
+    g = captured.backprops.to(x_hat.dtype)
+    middle = list(range(1, g.dim() - n_affine))
+
+    def over_positions(per_position: Tensor) -> Tensor:
+        return per_position.sum(middle) if middle else per_position
+
+    grads = {}
+    if captured.trains("weight"):
+        grads["weight"] = over_positions(x_hat * g)
+    if captured.trains("bias"):
+        grads["bias"] = over_positions(g)
+    return grads
+
+
+def layer_norm_rows(captured: Captured) -> dict[str, Tensor]:
+    layer, x = captured.layer, captured.inputs[0]
+    x_hat = F.layer_norm(x.to(compute_dtype(x)), layer.normalized_shape, eps=layer.eps)
+    return affine_rows(captured, x_hat, len(layer.normalized_shape))
+
+
+LAYER_NORM = Instantiated(layer_norm_rows)
+register(nn.LayerNorm, rule=LAYER_NORM)
+
+
+def compute_layer_norm_grad_sample(
+    layer: nn.LayerNorm, activations: list[Tensor], backprops: Tensor
+) -> dict[nn.Parameter, Tensor]:
+    """Per-sample gradients of a LayerNorm with any combination of weight and bias.
+
+    Args:
+        layer: the layer. activations: its inputs, batch first. backprops: gradient of its output, batch first.
+
+    Returns:
+        `{parameter: [B, *parameter.shape]}` for each parameter that requires grad.
+    """
+    return by_parameter(LAYER_NORM, layer, activations, backprops)

@@ -1,0 +1,105 @@
+"""Where the batch dimension lies, and how many rows the batch has.
+
+The model's own inputs say it; layers inside must agree. A layer that sees another number of rows has
+lost the samples (broadcast later, or folded with positions): that is refused, never guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+__all__ = ["RowCount", "batch_dim", "expand_position_ids", "pad_rows"]
+
+
+class RowCount:
+    """Row counts that the inputs of the model's current call admit."""
+
+    def __init__(self, batch_first: bool) -> None:
+        self._batch_first = batch_first
+        self._depth = 0
+        self._last: frozenset[int] | None = None
+
+    def enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            sizes: list[int] = []
+            _sizes((*args, *kwargs.values()), self._batch_first, sizes)
+            self._last = frozenset(sizes) or None
+
+    def leave(self) -> None:
+        self._depth = max(0, self._depth - 1)
+
+    @property
+    def _recomputing(self) -> bool:
+        return torch._C._current_graph_task_id() != -1
+
+    @property
+    def allowed(self) -> frozenset[int] | None:
+        """Sizes that may be the number of rows; None where the model's inputs do not say."""
+        return self._last if self._depth or self._recomputing else None
+
+    @property
+    def expected(self) -> int | None:
+        """The number of rows, where the inputs leave one choice besides 1 (position ids `[1, T]`)."""
+        candidates = (self.allowed or frozenset()) - {1}
+        return next(iter(candidates)) if len(candidates) == 1 else None
+
+
+def _sizes(values: Sequence[Any], batch_first: bool, out: list[int]) -> None:
+    for value in values:
+        if isinstance(value, PackedSequence):
+            out.append(int(value.batch_sizes[0]))
+        elif isinstance(value, Tensor):
+            if value.dim():
+                out.append(value.shape[batch_dim(value, batch_first, frozenset())])
+        elif isinstance(value, Mapping):
+            _sizes(list(value.values()), batch_first, out)
+        elif isinstance(value, (list, tuple)):
+            out.append(len(value))
+            _sizes(value, batch_first, out)
+
+
+def batch_dim(tensor: Tensor, batch_first: bool, rows: frozenset[int]) -> int:
+    """The batch dimension of `tensor`.
+
+    With `batch_first=False` it is dimension 1 of `[T, B, ...]`; a matrix of features `[B, D]` has its rows
+    first all the same, while a matrix of ids is `[T, B]`. Where `rows` names one dimension only, it decides.
+    """
+    if batch_first or tensor.dim() < 2:
+        return 0
+    if tensor.dim() > 2:
+        return 1
+    zero, one = tensor.shape[0] in rows, tensor.shape[1] in rows
+    if zero != one:
+        return 0 if zero else 1
+    return 0 if tensor.is_floating_point() else 1
+
+
+def expand_position_ids(
+    args: tuple[Any, ...], kwargs: dict[str, Any], rows: int | None
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Give ids of shape `[1, T]` one row per sample, so that their embedding's gradient keeps the samples apart.
+
+    GPT-2, BERT and OPT look position ids up once and broadcast the result over the batch: the sum over
+    samples would be taken before any hook sees it. Expanding costs no copy of the ids.
+    """
+    if rows is None:
+        return None
+    ids = args[0] if args else kwargs.get("input")
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[0] != 1 or ids.is_floating_point():
+        return None
+    ids = ids.expand(rows, -1)
+    return ((ids, *args[1:]), kwargs) if args else (args, {**kwargs, "input": ids})
+
+
+def pad_rows(tensor: Tensor, rows: int) -> Tensor:
+    """Append zero rows up to `rows`: samples whose sequence has ended take no part in this call."""
+    missing = rows - tensor.shape[0]
+    if missing <= 0:
+        return tensor
+    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])

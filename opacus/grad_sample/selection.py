@@ -1,0 +1,48 @@
+"""Which rule a layer call takes: the user's own sampler, a built-in rule, or functorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from opacus.grad_sample.captured import Captured
+from opacus.grad_sample.functorch import FUNCTORCH
+from opacus.grad_sample.ownership import slots
+from opacus.grad_sample.rules import Instantiated, Rule, builtin_rule
+
+__all__ = ["GRAD_SAMPLERS", "GradSampler", "rule_for"]
+
+GradSampler = Callable[[nn.Module, list[Tensor], Tensor], Mapping[nn.Parameter, Tensor]]
+
+# The recorded registry: layer class to function. Built-in functions stand here too, so that users can look one up,
+# replace it or delete it; a class that maps to its built-in function takes the built-in rule.
+GRAD_SAMPLERS: dict[type[nn.Module], GradSampler] = {}
+BUILT_IN: dict[type[nn.Module], GradSampler] = {}
+
+
+def rule_for(layer: nn.Module, names: tuple[str, ...], *, force_functorch: bool = False) -> Rule:
+    """The rule for a call of `layer` in which the parameters `names` train."""
+    sampler = GRAD_SAMPLERS.get(type(layer))
+    if sampler is not None and BUILT_IN.get(type(layer)) is not sampler:
+        return Instantiated(_SampledRows(sampler))
+    if force_functorch:
+        return FUNCTORCH
+    return builtin_rule(layer, names) or FUNCTORCH
+
+
+@dataclass(frozen=True)
+class _SampledRows:
+    """A user's sampler, asked for what trained in the call."""
+
+    sampler: GradSampler
+
+    def __call__(self, captured: Captured) -> dict[str, Tensor]:
+        layer = captured.layer
+        found = self.sampler(layer, captured.inputs, captured.backprops)
+        return {
+            slot.name: found[slot.parameter]
+            for slot in slots(layer)
+            if captured.trains(slot.name) and slot.parameter in found
+        }
