@@ -25,6 +25,7 @@ __all__ = [
     "DPDataLoader",
     "dtype_safe",
     "loader_problems",
+    "loading_settings",
     "sample_rate_of",
     "shape_safe",
     "switch_generator",
@@ -177,7 +178,7 @@ class DPDataLoader(DataLoader):
             distributed=distributed,
             batch_first=batch_first,
             rand_on_empty=rand_on_empty,
-            **_settings(data_loader),
+            **loading_settings(data_loader),
         )
 
 
@@ -225,7 +226,7 @@ def switch_generator(*, data_loader: DataLoader, generator: torch.Generator) -> 
         collate_fn=data_loader.collate_fn,
         generator=_host_generator(generator),
         **chosen,
-        **_settings(data_loader),
+        **loading_settings(data_loader),
     )
 
 
@@ -240,8 +241,8 @@ def _argument_problems(dataset: Any, sample_rate: float, kwargs: dict[str, Any])
     return problems
 
 
-def _settings(data_loader: DataLoader) -> dict[str, Any]:
-    """How a loader loads, apart from what it loads; only what this torch version has."""
+def loading_settings(data_loader: DataLoader) -> dict[str, Any]:
+    """Settings that say how a loader loads, not what: keyword arguments of this torch version's `DataLoader`."""
     return {name: getattr(data_loader, name) for name in _CARRIED_OVER if hasattr(data_loader, name)}
 
 
