@@ -49,9 +49,10 @@ class count_copies:
         h2d: copies from the CPU to an emulated device.
         d2h: copies from an emulated device to the CPU.
         sync: other waits of the host for a device: ``.item()``, ``bool(tensor)``, ``torch.equal``, and results
-            whose shape depends on values (``nonzero``, ``masked_select``, ``unique``, a boolean index).
-            A copy to the CPU (`d2h`) also makes the host wait.
-        implicit: CPU scalars and CPU index tensors handed to an op on an emulated device.
+            whose shape depends on values: ``nonzero``, ``masked_select``, ``unique``, reading by a boolean
+            index, writing several values by one. Copies to the CPU wait too, and count as `d2h`.
+        implicit: CPU scalars handed to an op on an emulated device, and CPU indices handed to one to write by.
+            Reading by a CPU index copies it first, and counts as `h2d`.
 
     Raises:
         RuntimeError: on entry, if no emulated device is installed: all counts would be zero, and a test that
@@ -123,7 +124,7 @@ class count_copies:
 
     @property
     def implicit(self) -> int:
-        """Number of CPU scalars and CPU index tensors handed to an op on an emulated device."""
+        """Number of CPU scalars and CPU indices handed to an op on an emulated device."""
         return len(self.of("implicit"))
 
 

@@ -31,7 +31,7 @@ class _Call:
     garbage collector runs, and PyTorch asks for use counts.
     """
 
-    __slots__ = ("cpu_operand", "facts", "generator", "hosts", "index", "waits", "wanted")
+    __slots__ = ("cpu_operand", "facts", "generator", "hosts", "index", "masked", "wanted")
 
     def __init__(self, facts: OpFacts) -> None:
         self.facts = facts
@@ -40,7 +40,7 @@ class _Call:
         self.hosts: list[tuple[Tensor, Tensor]] = []  # (CPU alias, argument)
         self.cpu_operand = False
         self.generator: torch.Generator | None = None
-        self.waits = facts.waits
+        self.masked = False  # an index is boolean
 
     def to_host(self, value: Any) -> Any:
         """`value` as the CPU kernel may see it."""
@@ -79,10 +79,10 @@ class _Call:
         if index is None:
             return None
         if index.device.type == "cpu":
-            record("cpu", state.name, index, "implicit")
+            if self.facts.writes_by_index:  # to read by it, PyTorch has copied it already
+                record("cpu", state.name, index, "implicit")
             return index
-        # A boolean index is turned into positions, whose number the host has to learn.
-        self.waits = self.waits or index.dtype in (torch.bool, torch.uint8)
+        self.masked = self.masked or index.dtype in (torch.bool, torch.uint8)
         return self._tensor_to_host(index)
 
     def _refuse_mixture(self, other: object) -> NoReturn:
@@ -136,6 +136,15 @@ class _Call:
         assert self.index is not None
         return to_device(result, self.index)
 
+    def host_waits(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the host would have to learn a value or a shape from the device."""
+        if self.facts.takes_indices:
+            # A mask becomes positions, whose number the host must learn. Reading by mask has passed `nonzero`
+            # before it came here. `x[mask] = number` is a masked fill on a GPU, which waits for nothing.
+            return self.masked and self.facts.writes_by_index and args[2].numel() > 1
+        # repeat_interleave(output_size=n) is told the shape it would wait for.
+        return self.facts.waits and bool(self.hosts) and kwargs.get("output_size") is None
+
     def adopt_resized(self) -> None:
         """Point each `out=` that the CPU kernel had to fill elsewhere at that memory."""
         assert self.index is not None
@@ -176,8 +185,7 @@ def fallback(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     else:
         out = op(*host_args, **host_kwargs)
 
-    # repeat_interleave(output_size=n) is told the shape it would have to wait for.
-    if call.waits and kwargs.get("output_size") is None and call.hosts:
+    if call.host_waits(args, kwargs):
         record(call.hosts[0][1].device, "cpu", call.hosts[0][1], "sync")
     if facts.writes:
         call.adopt_resized()

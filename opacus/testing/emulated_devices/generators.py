@@ -10,6 +10,7 @@ The numbers drawn are those of a CPU generator with the same seed.
 
 from __future__ import annotations
 
+import copyreg
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ import torch
 
 from opacus.testing.emulated_devices.state import state
 
-__all__ = ["Generator", "emulated_generator", "using_default_stream"]
+__all__ = ["Generator", "emulated_generator", "keep_cpu_pickles", "using_default_stream"]
 
 _RawGenerator: Any = torch._C.Generator  # Any: the type stubs know neither `_cdata` nor `__new__`
 _by_address: weakref.WeakValueDictionary[int, Generator] = weakref.WeakValueDictionary()
@@ -76,6 +77,19 @@ class Generator(_RawGenerator, metaclass=_AcceptsAnyGenerator):
     def __reduce__(self) -> tuple[Any, ...]:
         make, _, stream = super().__reduce__()
         return make, (self.device,), stream
+
+
+def keep_cpu_pickles() -> None:
+    """Copy and pickle CPU generators as PyTorch's own class, so that other processes can read them.
+
+    PyTorch's C++ looks up `torch.Generator` by name for this, and would find the class above.
+    """
+
+    def reduce(generator: Any) -> tuple[Any, ...]:
+        _, arguments, stream = generator.__reduce__()
+        return _RawGenerator, arguments, stream
+
+    copyreg.pickle(_RawGenerator, reduce)
 
 
 def emulated_generator(generator: Any) -> Generator:

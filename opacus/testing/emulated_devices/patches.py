@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opacus.testing.emulated_devices.generators import Generator
+from opacus.testing.emulated_devices.generators import Generator, keep_cpu_pickles
 from opacus.testing.emulated_devices.state import state
 
 __all__ = ["apply"]
@@ -19,6 +19,7 @@ __all__ = ["apply"]
 def apply() -> None:
     """Patch PyTorch, for the life of the process."""
     torch.Generator = Generator  # type: ignore[misc]
+    keep_cpu_pickles()
     _run_backward_on_the_calling_thread()
     _make_storages_on_emulated_devices()
     _let_parameters_change_device_type()

@@ -12,7 +12,7 @@ __all__ = ["OpFacts", "Return", "facts_of"]
 _SCALAR_FRIENDLY = frozenset(
     [
         *("fill_", "masked_fill_", "masked_fill", "where", "index_fill_"),
-        *("index_put_", "_index_put_impl_", "lerp", "lerp_", "clamp", "clamp_"),
+        *("index_put_", "_index_put_impl_", "lerp", "lerp_"),
         "_amp_foreach_non_finite_check_and_unscale_",
     ]
 )
@@ -36,10 +36,11 @@ class OpFacts(NamedTuple):
         returns: how each returned value relates to the arguments.
         scalar_friendly: whether 0-dim CPU tensors are welcome.
         takes_indices: whether CPU index tensors are welcome in its lists.
+        writes_by_index: whether they say where to write.
         random: whether it draws random numbers.
         takes_generator: whether it has a `generator` parameter.
         writes: whether it writes into an argument.
-        waits: whether the host must wait for a value or a shape.
+        waits: whether the host must wait for a value or a shape; for indexing, only if an index is boolean.
         tensor_positions: positions of the parameters that are single tensors.
     """
 
@@ -47,6 +48,7 @@ class OpFacts(NamedTuple):
     returns: list[Return]
     scalar_friendly: bool
     takes_indices: bool
+    writes_by_index: bool
     random: bool
     takes_generator: bool
     writes: bool
@@ -69,18 +71,17 @@ def _read(op: torch._ops.OpOverload) -> OpFacts:
     schema = op._schema
     namespace, name = schema.name.split("::")
     arguments = schema.arguments
-    takes_indices = name in _TAKES_INDICES
     value_tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     return OpFacts(
         name=name,
         returns=[_return(value, arguments) for value in schema.returns],
         scalar_friendly=name in _SCALAR_FRIENDLY or (namespace == "aten" and _any_overload_pointwise(name)),
-        takes_indices=takes_indices,
+        takes_indices=name in _TAKES_INDICES,
+        writes_by_index=name in _TAKES_INDICES and "put" in name,
         random=torch.Tag.nondeterministic_seeded in op.tags,
         takes_generator=any(argument.name == "generator" for argument in arguments),
         writes=any(_is_written(argument) for argument in arguments),
-        # Indexing waits only for boolean indices, which the call itself must show.
-        waits=not takes_indices and bool(value_tags & set(op.tags)),
+        waits=bool(value_tags & set(op.tags)),
         tensor_positions=frozenset(
             position
             for position, argument in enumerate(arguments)
