@@ -185,10 +185,10 @@ class DPMultiheadAttention(nn.Module):
         self._check(query, key, value, is_causal and attn_mask is None)
         for layer in self.children():
             if not isinstance(layer, nn.Dropout):
-                layer.max_batch_len = query.shape[0]
+                layer.max_batch_len = query.shape[0]  # type: ignore[assignment]
 
         q_BTE, k_BSE, v_BSE = self.qlinear(query), self.klinear(key), self.vlinear(value)
-        if self.seq_bias_k is not None:
+        if self.seq_bias_k is not None and self.seq_bias_v is not None:
             k_BSE, v_BSE = self.seq_bias_k(k_BSE), self.seq_bias_v(v_BSE)
         if self.add_zero_attn:
             k_BSE, v_BSE = functional.pad(k_BSE, (0, 0, 0, 1)), functional.pad(v_BSE, (0, 0, 0, 1))
@@ -239,14 +239,15 @@ class DPMultiheadAttention(nn.Module):
         """Give a mask dimensions for samples and heads: `[T, S]` -> `[1, 1, T, S]`."""
         return t.unsqueeze(0).unsqueeze(0)
 
-    def state_dict(
+    def state_dict(  # type: ignore[override]
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
         """State under the names of `nn.MultiheadAttention`, which loads it; as `nn.Module.state_dict` otherwise.
 
         The stacked `in_proj_weight` and `in_proj_bias` are copies of this layer's parameters.
         """
-        state = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        into: Any = destination  # None makes a new one
+        state: dict[str, Any] = super().state_dict(destination=into, prefix=prefix, keep_vars=keep_vars)
         to_torch_names(state, prefix, packed=self.kdim == self.vdim == self.embed_dim)
         return state
 

@@ -86,7 +86,8 @@ class DPRNNCellBase(nn.Module):
     def set_max_batch_length(self, max_batch_length: int) -> None:
         """Tell the cell's layers how many samples the current forward has."""
         for layer in self.children():
-            layer.max_batch_len = max_batch_length
+            if isinstance(layer, RNNLinear):
+                layer.max_batch_len = max_batch_length
 
     def step(self, gates_BG: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Advance by one step, given the input's product `ih(x)`."""
@@ -225,8 +226,7 @@ class DPLSTMCell(DPRNNCellBase):
 
 
 RNN_CELL_TYPES: dict[str, tuple[type[DPRNNCellBase], dict[str, Any]]] = {
-    "RNN_TANH": (DPRNNCell, {"nonlinearity": "tanh"}),
-    "RNN_RELU": (DPRNNCell, {"nonlinearity": "relu"}),
+    **{f"RNN_{name.upper()}": (DPRNNCell, {"nonlinearity": name}) for name in ("tanh", "relu")},
     "GRU": (DPGRUCell, {}),
     "LSTM": (DPLSTMCell, {}),
 }

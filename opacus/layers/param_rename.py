@@ -52,7 +52,7 @@ class RenameParamsMixin:
             self.register_load_state_dict_post_hook(_after_loading)
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
-        super().__setattr__(name, value)  # type: ignore[misc]
+        super().__setattr__(name, value)
         for old, new in self.__dict__.get("old_to_new", {}).items():
             if new == name:
                 owner, _, attribute = old.rpartition(".")

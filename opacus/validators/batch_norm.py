@@ -31,7 +31,7 @@ __all__ = ["BATCHNORM", "INSTANCENORM", "fix", "guard_frozen", "is_fixed_map", "
 BATCHNORM = Union[nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm]  # noqa: UP007
 INSTANCENORM = Union[nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d]  # noqa: UP007
 
-_INSTANCE_NORM_FOR: dict[type, type[nn.Module]] = {
+_INSTANCE_NORM_FOR: dict[type, Any] = {
     nn.BatchNorm1d: nn.InstanceNorm1d,
     nn.BatchNorm2d: nn.InstanceNorm2d,
     nn.BatchNorm3d: nn.InstanceNorm3d,

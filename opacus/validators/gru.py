@@ -6,7 +6,7 @@ from torch import nn
 
 from opacus.layers.dp_rnn import DPGRU
 from opacus.validators.errors import UnsupportedModuleError
-from opacus.validators.recurrent import private_twin, refuse_fused
+from opacus.validators.recurrent import arguments_of, refuse_fused, take_over
 from opacus.validators.utils import register_module_fixer, register_module_validator
 
 __all__ = ["fix", "validate"]
@@ -21,4 +21,4 @@ def validate(module: nn.GRU) -> list[UnsupportedModuleError]:
 @register_module_fixer(nn.GRU)
 def fix(module: nn.GRU) -> DPGRU:
     """The `DPGRU` that computes the same; it takes over the parameters of `module`."""
-    return private_twin(module, DPGRU)
+    return take_over(DPGRU(**arguments_of(module)), module)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from opacus.layers.attention_state import from_torch_names
 from opacus.layers.dp_multihead_attention import DPMultiheadAttention
@@ -34,15 +35,12 @@ def fix(module: nn.MultiheadAttention) -> DPMultiheadAttention:
         batch_first=module.batch_first,
         device="meta",
     )
-    parameters = dict(module.named_parameters())
-    trainable = {
-        name: p.detach().new_full(p.shape, p.requires_grad, dtype=bool) for name, p in parameters.items()
-    }
-    for entries in (parameters, trainable):
-        from_torch_names(entries, prefix="")
-    for name, value in parameters.items():
+    values: dict[str, Tensor] = dict(module.named_parameters())
+    with torch.enable_grad():
+        from_torch_names(values, prefix="")  # pieces of a stacked parameter require grad as it does
+    for name, value in values.items():
         owner, _, attribute = name.rpartition(".")
-        parameter = nn.Parameter(value.detach().clone(), requires_grad=bool(trainable[name].all()))
+        parameter = nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad)
         setattr(twin.get_submodule(owner), attribute, parameter)
     return twin.train(module.training)
 

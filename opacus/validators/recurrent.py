@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 from torch import nn
 
 from opacus.layers.dp_rnn import DPRNNBase
 from opacus.validators.errors import ShouldReplaceModuleError, UnsupportedModuleError
 
-__all__ = ["private_twin", "refuse_fused"]
+__all__ = ["arguments_of", "refuse_fused", "take_over"]
+
+Twin = TypeVar("Twin", bound=DPRNNBase)
 
 
 def refuse_fused(module: nn.Module, twin: str) -> list[UnsupportedModuleError]:
@@ -22,22 +26,25 @@ def refuse_fused(module: nn.Module, twin: str) -> list[UnsupportedModuleError]:
     ]
 
 
-def private_twin(module: nn.RNNBase, twin_class: type[DPRNNBase], **arguments: str) -> DPRNNBase:
-    """A `twin_class` with the arguments and the very parameters of `module`."""
-    twin = twin_class(
-        module.input_size,
-        module.hidden_size,
-        module.num_layers,
-        module.bias,
-        module.batch_first,
-        module.dropout
+def arguments_of(module: nn.RNNBase) -> dict[str, Any]:
+    """The constructor arguments that torch's layer and its private twin share."""
+    return {
+        "input_size": module.input_size,
+        "hidden_size": module.hidden_size,
+        "num_layers": module.num_layers,
+        "bias": module.bias,
+        "batch_first": module.batch_first,
+        "dropout": module.dropout
         if module.num_layers > 1
-        else 0.0,  # without effect there, and warned about at construction
-        module.bidirectional,
-        module.proj_size,
-        **arguments,
-        device="meta",
-    )
+        else 0.0,  # no effect there, and warned about before
+        "bidirectional": module.bidirectional,
+        "proj_size": module.proj_size,
+        "device": "meta",
+    }
+
+
+def take_over(twin: Twin, module: nn.RNNBase) -> Twin:
+    """Give `twin` the very parameters of `module`, so that ties, devices and dtypes stay; returns `twin`."""
     for name, parameter in module.named_parameters():
         setattr(twin, name, parameter)
     return twin.train(module.training)

@@ -6,7 +6,7 @@ from torch import nn
 
 from opacus.layers.dp_rnn import DPRNN
 from opacus.validators.errors import UnsupportedModuleError
-from opacus.validators.recurrent import private_twin, refuse_fused
+from opacus.validators.recurrent import arguments_of, refuse_fused, take_over
 from opacus.validators.utils import register_module_fixer, register_module_validator
 
 __all__ = ["fix", "validate"]
@@ -21,4 +21,4 @@ def validate(module: nn.RNN) -> list[UnsupportedModuleError]:
 @register_module_fixer(nn.RNN)
 def fix(module: nn.RNN) -> DPRNN:
     """The `DPRNN` that computes the same; it takes over the parameters of `module`."""
-    return private_twin(module, DPRNN, nonlinearity=module.nonlinearity)
+    return take_over(DPRNN(**arguments_of(module), nonlinearity=module.nonlinearity), module)
