@@ -83,14 +83,7 @@ class IAccountant(ABC):
         """
         check_numbers("steps cannot be accounted", sample_rate=sample_rate)
 
-        def record(optimizer: Any) -> None:
-            # An empty logical batch accumulates nothing, yet its noise is released: a step like the others.
-            rate = sample_rate * max(1, optimizer.accumulated_iterations)
-            if rate > 1 and math.isclose(rate, 1.0, rel_tol=1e-9):
-                rate = 1.0
-            self.step(noise_multiplier=optimizer.noise_multiplier, sample_rate=rate)
-
-        return record
+        return _Recorder(self, sample_rate)
 
     def state_dict(self, destination: dict[str, Any] | None = None) -> dict[str, Any]:
         """The history and the mechanism's name, as plain numbers and strings.
@@ -134,6 +127,21 @@ class IAccountant(ABC):
         self.history = [
             (float(sigma), float(rate), int(steps)) for sigma, rate, steps in state_dict["history"]
         ]
+
+
+class _Recorder:
+    """An accountant's step hook; an object rather than a closure, so that optimizers that hold it can be pickled."""
+
+    def __init__(self, accountant: IAccountant, sample_rate: float) -> None:
+        self.accountant = accountant
+        self.sample_rate = sample_rate
+
+    def __call__(self, optimizer: Any) -> None:
+        # An empty logical batch accumulates nothing, yet its noise is released: a step like the others.
+        rate = self.sample_rate * max(1, optimizer.accumulated_iterations)
+        if rate > 1 and math.isclose(rate, 1.0, rel_tol=1e-9):
+            rate = 1.0
+        self.accountant.step(noise_multiplier=optimizer.noise_multiplier, sample_rate=rate)
 
 
 def _history_problems(history: Any) -> list[str]:

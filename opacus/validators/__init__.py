@@ -1,7 +1,7 @@
 """Which modules cannot be trained privately, and their private replacements."""
 
 # importing a kind's file registers it
-from opacus.validators import batch_norm, data_parallel, gru, instance_norm, lstm, rnn  # noqa: F401
+from opacus.validators import batch_norm, data_parallel, embedding, gru, instance_norm, lstm, rnn  # noqa: F401
 from opacus.validators.errors import (
     IllegalModuleConfigurationError,
     NotYetSupportedModuleError,

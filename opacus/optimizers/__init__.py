@@ -1,0 +1,32 @@
+"""Private optimizers: clip, accumulate, add noise, scale, step."""
+
+from __future__ import annotations
+
+from opacus.optimizers.optimizer import DPOptimizer
+
+__all__ = ["DPOptimizer", "get_optimizer_class"]
+
+_CLASSES: dict[tuple[str, bool], type[DPOptimizer]] = {("flat", False): DPOptimizer}
+
+
+def get_optimizer_class(
+    clipping: str, distributed: bool, grad_sample_mode: str | None = None
+) -> type[DPOptimizer]:
+    """The optimizer class of a clipping style.
+
+    Args:
+        clipping: the style's name.
+        distributed: whether several processes train together.
+        grad_sample_mode: the mode that forms the gradients.
+
+    Raises:
+        ValueError: if there is no such combination.
+    """
+    chosen = _CLASSES.get((clipping, distributed))
+    if chosen is None:
+        here = ", ".join(sorted({name for name, across in _CLASSES if across == distributed})) or "none"
+        raise ValueError(
+            f"clipping {clipping!r} is not available {'over several processes' if distributed else 'here'}"
+            f"{f' in mode {grad_sample_mode!r}' if grad_sample_mode else ''}; available: {here}"
+        )
+    return chosen

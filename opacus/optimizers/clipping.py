@@ -1,0 +1,41 @@
+"""Clip factors: how much of each sample's gradient enters the sum. One function per clipping style."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["flat_clip_factor"]
+
+
+def flat_clip_factor(norm_B: Tensor, max_grad_norm: float, weight_B: Tensor | None = None) -> Tensor:
+    """Factor that brings each sample's whole gradient inside the L2 ball of radius `max_grad_norm`.
+
+    Implements the clipping of Abadi et al. (2016), algorithm 1: `min(1, C / norm)`; with weights,
+    `w * min(1, C / (w * norm))`, which clips the weighted gradient `w * g`.
+
+    Args:
+        norm_B: L2 norm of each sample's gradient over all trainable parameters, `[B]`, at least float32.
+            Non-finite entries mark samples whose gradient overflowed.
+        max_grad_norm: radius C, positive.
+        weight_B: `[B]`, non-negative and finite, or None for ones.
+
+    Returns:
+        `[B]`, in the dtype of `norm_B`; in [0, 1] without weights. Zero for non-finite samples.
+
+    Formal guarantee:
+        `factor[i] * norm[i] <= max_grad_norm` holds in exact arithmetic after rounding: quotient and product are
+        moved towards zero by more than their rounding errors. Hence the sum of clipped gradients has L2
+        sensitivity C under adding or removing one sample.
+
+    Example:
+        >>> flat_clip_factor(torch.tensor([0.5, 4.0, float("inf")]), max_grad_norm=1.0)
+        tensor([1.0000, 0.2500, 0.0000])
+    """
+    weighted_B = norm_B if weight_B is None else norm_B * weight_B.to(norm_B)
+    # each of quotient, product and norm is off by half an ulp at most; four ulps below covers them all
+    below = max_grad_norm * (1 - 4 * torch.finfo(norm_B.dtype).eps)
+    factor_B = (below / weighted_B.clamp(min=torch.finfo(norm_B.dtype).tiny)).clamp(max=1.0)
+    if weight_B is not None:
+        factor_B = factor_B * weight_B.to(norm_B)
+    return torch.where(weighted_B.isfinite() & norm_B.isfinite(), factor_B, torch.zeros_like(factor_B))

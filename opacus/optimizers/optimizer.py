@@ -1,0 +1,463 @@
+"""DPOptimizer: clip, accumulate, add noise, scale, and let the user's optimizer step.
+
+A thin order of small methods; relatives replace one of them. Devices are `opacus.devices`' business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from opacus.devices import FactorCopies, NoiseStream, Placement, total_norms
+from opacus.errors import raise_if_any
+from opacus.optimizers.arguments import basic_problems, positive_number_problems
+from opacus.optimizers.clipping import flat_clip_factor
+from opacus.optimizers.grad_samples import (
+    accumulated_iterations,
+    as_rows,
+    is_zero,
+    mark_spent,
+    physical_batches,
+    sq_norm_dtype,
+)
+from opacus.optimizers.noise import SecureNoise
+from opacus.optimizers.utils import params
+
+__all__ = ["DPOptimizer"]
+
+
+class DPOptimizer(Optimizer):
+    """A `torch.optim.Optimizer` whose step is differentially private (DP-SGD, Abadi et al., 2016).
+
+    Each sample's gradient over all trainable parameters is clipped to L2 norm C, clipped gradients are summed,
+    Gaussian noise of standard deviation sigma * C is added to every coordinate of the sum once, and the inner
+    optimizer steps on it. The parameters may lie on any number of devices.
+
+    Args:
+        optimizer: the inner optimizer; its groups, state and defaults show through.
+        noise_multiplier: sigma, finite and at least 0.
+        max_grad_norm: C, finite and positive.
+        expected_batch_size: what the noisy sum is divided by when `loss_reduction` is "mean".
+        loss_reduction: "mean" or "sum".
+        generator: stream of the noise, on any device; None takes the default generator (`torch.manual_seed`).
+        secure_mode: take noise from the operating system's cryptographic generator instead.
+        reduction_device: where `[B]` norms are added up; by default the accelerator with most trainable elements.
+
+    Raises:
+        ConfigurationError: naming every argument that cannot be.
+
+    Formal guarantee:
+        With per-sample gradients g_i on the parameters, `step` hands the inner optimizer
+        (sum_i c_i g_i + N(0, (sigma C)^2 I)) / scale with ||c_i g_i|| <= C, so one step is a Gaussian mechanism of
+        sensitivity C and noise multiplier sigma under adding or removing one sample, whatever the devices or dtypes.
+        A parameter without a clipped gradient makes `step` raise; a sample with a non-finite gradient contributes zero.
+
+    Example:
+        >>> from torch import nn
+        >>> from opacus.grad_sample import GradSampleModule
+        >>> model = GradSampleModule(nn.Linear(3, 1))
+        >>> inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> optimizer = DPOptimizer(inner, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=4)
+        >>> model(torch.ones(4, 3)).mean().backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+    """
+
+    OPTIONS: ClassVar[tuple[str, ...]] = ("reduction_device",)
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        noise_multiplier: float,
+        max_grad_norm: float,
+        expected_batch_size: int | None,
+        loss_reduction: str = "mean",
+        generator: torch.Generator | None = None,
+        secure_mode: bool = False,
+        reduction_device: torch.device | str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        problems = self.argument_problems(
+            optimizer=optimizer,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            expected_batch_size=expected_batch_size,
+            loss_reduction=loss_reduction,
+            generator=generator,
+            secure_mode=secure_mode,
+            options=kwargs,
+        )
+        raise_if_any(f"{type(self).__name__} cannot be built", problems)
+        self.original_optimizer = optimizer
+        self.noise_multiplier = noise_multiplier
+        self.max_grad_norm = max_grad_norm
+        self.loss_reduction = loss_reduction
+        self.expected_batch_size = expected_batch_size
+        self.generator = generator
+        self.secure_mode = secure_mode
+        self.reduction_device = reduction_device
+        self.step_hook: Callable[[DPOptimizer], None] | None = None
+        self.param_names: dict[int, str] = {}
+        self._noise: NoiseStream | SecureNoise | None = None
+        self._step_skip_queue: list[bool] = []
+        self._is_last_step_skipped = False
+        self._sample_weight_B: Tensor | None = None
+        self._nonfinite: Tensor | None = None
+        self._unrounded: dict[int, tuple[Tensor, Tensor]] = {}
+        # what Optimizer.__init__ sets up besides groups and state, which are the inner optimizer's
+        super().__setstate__({})
+        for p in self.params:
+            p.summed_grad = None  # type: ignore[attr-defined]
+
+    @classmethod
+    def argument_problems(
+        cls,
+        *,
+        optimizer: Any,
+        noise_multiplier: Any,
+        max_grad_norm: Any,
+        expected_batch_size: Any,
+        loss_reduction: Any,
+        generator: Any,
+        secure_mode: bool,
+        options: Mapping[str, Any],
+    ) -> list[str]:
+        """What is wrong with arguments of the constructor, a sentence each; nothing is built.
+
+        Args:
+            options: further keyword arguments; the rest as in the constructor.
+        """
+        problems = basic_problems(
+            optimizer, noise_multiplier, expected_batch_size, loss_reduction, generator, secure_mode
+        )
+        if isinstance(optimizer, DPOptimizer):
+            problems.append("optimizer is a DPOptimizer already; pass its original_optimizer.")
+        problems += cls._max_grad_norm_problems(max_grad_norm, optimizer)
+        unknown = [name for name in options if name not in cls.OPTIONS]
+        return problems + [f"{name} is not an option of {cls.__name__}." for name in unknown]
+
+    @classmethod
+    def _max_grad_norm_problems(cls, max_grad_norm: Any, optimizer: Any) -> list[str]:
+        return positive_number_problems("max_grad_norm", max_grad_norm)
+
+    # ------------------------------------------------------------ one step
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Clip, add noise, account, and let the inner optimizer update the parameters.
+
+        Args:
+            closure: recomputes the loss. An optimizer that evaluates it several times a step (LBFGS) gets a freshly
+                noised gradient each time, and each is accounted.
+
+        Returns:
+            The loss, where a closure was given and the step was not skipped.
+
+        Raises:
+            PerSampleGradientError: if a parameter would be updated by a gradient that was not clipped, or by one used
+                before.
+            ValueError: if there was no backward pass.
+        """
+        if closure is not None and _evaluates_closure(self.original_optimizer):
+            return self._step_with_closure(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self.pre_step():
+            return None
+        inner = self.original_optimizer.step()
+        return loss if closure is not None else inner
+
+    def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
+        def noisy_closure() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            if not self.pre_step():
+                raise ValueError(
+                    f"{type(self.original_optimizer).__name__} evaluates its closure several times a step; physical batches "
+                    "(signal_skip_step, BatchMemoryManager) cannot be combined with it"
+                )
+            self.zero_grad_samples()
+            return loss
+
+        return self.original_optimizer.step(noisy_closure)
+
+    def pre_step(self, closure: Callable[[], Any] | None = None) -> bool:
+        """All of a step but the inner optimizer's update.
+
+        Args:
+            closure: recomputes the loss; called first, where given.
+
+        Returns:
+            False if this was a physical batch of a logical batch still going on: the clipped sum is kept.
+        """
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        if not self.params:
+            return True
+        self.clip_and_accumulate()
+        if self._check_skip_next_step():
+            self._is_last_step_skipped = True
+            return False
+        self.add_noise()
+        self.scale_grad()
+        if self.step_hook is not None:
+            self.step_hook(self)
+        self._is_last_step_skipped = False
+        return True
+
+    def clip_and_accumulate(self) -> None:
+        """Clip each sample's gradient and add the sum over samples to `summed_grad` of each parameter.
+
+        Formal guarantee:
+            Adding or removing one sample changes `summed_grad`, over all parameters together, by at most
+            `max_grad_norm` in L2 norm.
+        """
+        parameters = self.params
+        batches = physical_batches(self, parameters)
+        weight_B, self._sample_weight_B = self._sample_weight_B, None
+        if weight_B is not None and len(batches) != 1:
+            raise ValueError("sample weights belong to one physical batch: step after each backward")
+        for batch in batches:
+            self._clip_batch(parameters, batch, weight_B)
+        mark_spent(batches)
+
+    def _clip_batch(self, parameters: list[nn.Parameter], batch: list[Tensor], weight_B: Tensor | None) -> None:
+        used = [(p, entry) for p, entry in zip(parameters, batch, strict=True) if not is_zero(entry)]
+        if not used:
+            used = [(parameters[0], batch[0])]
+        placement = Placement(parameters, reduction_device=self.reduction_device)
+        norms: dict[torch.device, list[Tensor]] = {}
+        for p, entry in used:
+            norm_B = torch.linalg.vector_norm(as_rows(entry), dim=1, dtype=sq_norm_dtype(entry))
+            norms.setdefault(p.device, []).append(norm_B)
+        norm_B = total_norms(_one_dtype(norms), placement.reduction_device)
+        self._count_nonfinite(norm_B)
+        if weight_B is not None:
+            weight_B = weight_B.to(placement.reduction_device)
+        factors = FactorCopies(flat_clip_factor(norm_B, self.max_grad_norm, weight_B))
+        for p, entry in used:
+            dtype = sq_norm_dtype(entry)
+            factor_B = factors.on(p.device, dtype)
+            rows = as_rows(entry).to(dtype)
+            if not is_zero(entry):
+                # zero times infinity is no zero: a sample left out must be left out of the product too
+                rows.masked_fill_((factor_B == 0).unsqueeze(1), 0)
+            clipped_sum = torch.mv(rows.t(), factor_B).view(p.shape)
+            p.summed_grad = clipped_sum if _summed(p) is None else p.summed_grad.add_(clipped_sum)  # type: ignore[attr-defined]
+        for p in parameters:
+            if _summed(p) is None:
+                p.summed_grad = torch.zeros_like(p, dtype=sq_norm_dtype(p))  # type: ignore[attr-defined]
+
+    def add_noise(self) -> None:
+        """Add noise to each parameter's clipped sum, and put the result into `grad`.
+
+        Formal guarantee:
+            Every coordinate of the sum receives independent N(0, (noise_multiplier * max_grad_norm)^2) exactly once,
+            drawn in at least float32 on the parameter's own device, before the cast to the parameter's dtype.
+        """
+        std = self._noise_std()
+        stream = self._noise_stream() if std > 0 else None
+        self._unrounded.clear()
+        for p in self.params:
+            summed = _summed(p)
+            if summed is None:
+                raise ValueError("add_noise() needs clipped sums: call clip_and_accumulate() first")
+            dtype = sq_norm_dtype(summed)
+            if stream is None:
+                noisy = summed.to(dtype, copy=True)
+            else:
+                noisy = stream.normal(p.shape, std, p.device, dtype).add_(summed)
+            p.grad = noisy.to(p.dtype)
+            if p.grad is not noisy:  # keep what rounding lost until scale_grad is done
+                self._unrounded[id(p)] = (p.grad, noisy)
+
+    def _noise_std(self) -> float:
+        return float(self.noise_multiplier) * float(self.max_grad_norm)
+
+    def _noise_stream(self) -> NoiseStream | SecureNoise:
+        if self._noise is None:
+            if self.secure_mode:
+                self._noise = SecureNoise()
+            else:
+                home = Placement(self.params, reduction_device=self.reduction_device).reduction_device
+                self._noise = NoiseStream(self.generator, home)
+        return self._noise
+
+    def scale_grad(self) -> None:
+        """Divide `grad` by the expected batch size where the loss is a mean over samples.
+
+        A sum of several accumulated backward passes is divided by their number too.
+        """
+        if self.loss_reduction != "mean":
+            self._unrounded.clear()
+            return
+        assert self.expected_batch_size is not None
+        divisor = self.expected_batch_size * self.accumulated_iterations
+        for p in self.params:
+            if p.grad is None:
+                continue
+            held = self._unrounded.pop(id(p), None)
+            if held is not None and held[0] is p.grad:
+                p.grad = held[1].div_(divisor).to(p.dtype)
+            else:
+                p.grad.div_(divisor)
+
+    # ------------------------------------------------------- around a step
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """Parameters that require grad, in the order of the groups."""
+        return params(self)
+
+    @property
+    def grad_samples(self) -> list[Tensor]:
+        """Per-sample gradients of all parameters, accumulated passes one after the other, `[B, *shape]` each.
+
+        Raises:
+            PerSampleGradientError, ValueError: as `step`.
+        """
+        batches = physical_batches(self, self.params)
+        if len(batches) == 1:
+            return batches[0]
+        return [torch.cat(entries) for entries in zip(*batches, strict=True)]
+
+    @property
+    def accumulated_iterations(self) -> int:
+        """Number of backward passes accumulated since `zero_grad`.
+
+        Raises:
+            ValueError: if parameters disagree.
+        """
+        return accumulated_iterations(self.params)
+
+    @property
+    def nonfinite_samples(self) -> int:
+        """How many samples contributed zero because their gradient was infinite or NaN; waits for the device."""
+        return 0 if self._nonfinite is None else int(self._nonfinite)
+
+    def _count_nonfinite(self, norm_B: Tensor) -> None:
+        count = norm_B.isfinite().logical_not_().sum()
+        self._nonfinite = count if self._nonfinite is None else self._nonfinite.to(count.device) + count
+
+    def set_sample_weights(self, weight_B: Tensor) -> None:
+        """Weigh the samples of the next physical batch: sample i's gradient becomes `weight_B[i]` times itself, then clipped.
+
+        Args:
+            weight_B: `[B]`, finite, non-negative, known without looking at other samples.
+        """
+        self._sample_weight_B = weight_B.detach()
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        """Queue whether a coming step ends a physical batch only (True) or a logical batch (False).
+
+        Each `step` takes one entry, first in first out; an empty queue means False.
+        """
+        self._step_skip_queue.append(do_skip)
+
+    def _check_skip_next_step(self, pop_next: bool = True) -> bool:
+        if not self._step_skip_queue:
+            return False
+        return self._step_skip_queue.pop(0) if pop_next else self._step_skip_queue[0]
+
+    def attach_step_hook(self, fn: Callable[[DPOptimizer], None]) -> None:
+        """Call `fn(optimizer)` on every step that releases a noised gradient (the accountant does).
+
+        Args:
+            fn: replaces the hook attached before.
+        """
+        self.step_hook = fn
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Clear `grad` and per-sample gradients; clipped sums too, unless the last step was skipped.
+
+        Args:
+            set_to_none: for `grad`, as in torch. Per-sample gradients always become None.
+        """
+        self.zero_grad_samples()
+        self.original_optimizer.zero_grad(set_to_none)
+
+    def zero_grad_samples(self) -> None:
+        """Clear per-sample gradients, and clipped sums unless a logical batch is still going on."""
+        for p in self.params:
+            p.grad_sample = None  # type: ignore[attr-defined]
+            if not self._is_last_step_skipped:
+                p.summed_grad = None  # type: ignore[attr-defined]
+
+    # ------------------------------------------- the inner optimizer, seen through
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's groups."""
+        return self.original_optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
+        self.original_optimizer.param_groups = param_groups
+
+    @property
+    def state(self) -> Any:
+        """The inner optimizer's state."""
+        return self.original_optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.original_optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The inner optimizer's defaults."""
+        return self.original_optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.original_optimizer.defaults = defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the inner optimizer; its parameters must belong to the private model."""
+        self.original_optimizer.add_param_group(param_group)
+        for p in self.params:
+            if not hasattr(p, "summed_grad"):
+                p.summed_grad = None  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state dict."""
+        return self.original_optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the inner optimizer's state dict."""
+        self.original_optimizer.load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # LR schedulers put a bound `step` on the instance; it belongs to this object, not to a copy
+        return {name: value for name, value in self.__dict__.items() if name != "step"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.param_names = {}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.original_optimizer!r})"
+
+
+def _summed(p: nn.Parameter) -> Tensor | None:
+    return getattr(p, "summed_grad", None)
+
+
+def _one_dtype(norms: dict[torch.device, list[Tensor]]) -> dict[torch.device, list[Tensor]]:
+    """Norms of mixed precision in the widest dtype among them, so that devices can be added."""
+    dtype = torch.float32
+    for parts in norms.values():
+        for part in parts:
+            dtype = torch.promote_types(dtype, part.dtype)
+    return {device: [part.to(dtype) for part in parts] for device, parts in norms.items()}
+
+
+def _evaluates_closure(optimizer: Optimizer) -> bool:
+    return isinstance(optimizer, torch.optim.LBFGS)

@@ -1,0 +1,136 @@
+"""What must hold before a run is made private. Everything is looked at, nothing is changed."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from opacus.grad_sample import AbstractGradSampleModule, get_gsm_class, get_hooks_class
+from opacus.optimizers import get_optimizer_class
+from opacus.utils.sample_rate import loader_problems
+from opacus.validators import ModuleValidator
+from opacus.validators.errors import UnsupportedModuleError
+
+__all__ = ["loader_findings", "make_private_findings"]
+
+
+def make_private_findings(
+    *,
+    module: Any,
+    optimizer: Any,
+    data_loader: Any,
+    noise_multiplier: Any,
+    max_grad_norm: Any,
+    batch_first: bool,
+    loss_reduction: Any,
+    clipping: str,
+    noise_generator: Any,
+    secure_mode: bool,
+    grad_sample_mode: str,
+    wrap_model: bool,
+    options: dict[str, Any],
+) -> tuple[list[str], list[UnsupportedModuleError]]:
+    """Problems as sentences, and the layers that a validator refuses."""
+    problems = loader_findings(data_loader)
+    layer_errors: list[UnsupportedModuleError] = []
+    if isinstance(module, AbstractGradSampleModule):
+        problems += _wrapped_findings(module, batch_first, loss_reduction, grad_sample_mode)
+        module = module._module
+    if not isinstance(module, nn.Module):
+        problems.append(f"module must be a torch.nn.Module, not {type(module).__name__}.")
+    else:
+        problems += _parameter_findings(module)
+        layer_errors = ModuleValidator.validate(module)
+        if isinstance(optimizer, Optimizer):
+            problems += _optimizer_findings(module, optimizer)
+    problems += _refusal(get_gsm_class if wrap_model else get_hooks_class, grad_sample_mode)
+    refused = _refusal(get_optimizer_class, clipping, False, grad_sample_mode)
+    problems += refused
+    if not refused:
+        kind = get_optimizer_class(clipping, False, grad_sample_mode)
+        problems += kind.argument_problems(
+            optimizer=optimizer,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            expected_batch_size=1,
+            loss_reduction=loss_reduction,
+            generator=noise_generator,
+            secure_mode=secure_mode,
+            options=options,
+        )
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        problems.append(
+            f"torch.distributed runs {torch.distributed.get_world_size()} processes; private training over several processes "
+            "is not available in this version, and each rank would train a model of its own. Run one process."
+        )
+    return problems, layer_errors
+
+
+def loader_findings(data_loader: Any) -> list[str]:
+    """What keeps a loader's sampling rate from being known."""
+    return list(loader_problems(data_loader))
+
+
+def _parameter_findings(module: nn.Module) -> list[str]:
+    trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    if not trainable:
+        return ["module has no parameter that requires grad: there is nothing to train."]
+    return [
+        f"parameter {name} is on the meta device and requires grad (offloaded, or never loaded): load it to a device, "
+        "or freeze it."
+        for name, p in trainable
+        if p.device.type == "meta"
+    ]
+
+
+def _optimizer_findings(module: nn.Module, optimizer: Optimizer) -> list[str]:
+    names = {id(p): name for name, p in module.named_parameters()}
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    problems = [
+        f"optimizer holds a parameter of shape {tuple(p.shape)} (number {j} of group {i}) that module does not have: build "
+        "the optimizer from module.parameters() after all layers and adapters are in place."
+        for i, group in enumerate(optimizer.param_groups)
+        for j, p in enumerate(group["params"])
+        if id(p) not in names
+    ]
+    outside = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in held]
+    if outside and not problems:
+        warnings.warn(
+            f"{len(outside)} parameters require grad but are not in the optimizer ({', '.join(outside[:3])}...): they are not "
+            "trained and not clipped. Freeze them, and never step them with another optimizer.",
+            stacklevel=4,
+        )
+    return problems
+
+
+def _wrapped_findings(
+    module: AbstractGradSampleModule, batch_first: bool, loss_reduction: Any, grad_sample_mode: str
+) -> list[str]:
+    """A module wrapped before is used as it is, so its options must be the ones asked for."""
+    problems = []
+    try:
+        wanted = get_gsm_class(grad_sample_mode)
+    except ValueError:
+        wanted = type(module)
+    if type(module) is not wanted:
+        problems.append(
+            f"module is a {type(module).__name__}, grad_sample_mode {grad_sample_mode!r} needs a {wanted.__name__}: pass the "
+            "plain module (to_standard_module)."
+        )
+    for name, asked in (("batch_first", batch_first), ("loss_reduction", loss_reduction)):
+        if getattr(module, name) != asked:
+            problems.append(f"module was wrapped with {name}={getattr(module, name)!r}, now {asked!r} is asked for.")
+    return problems
+
+
+def _refusal(choose: Any, *arguments: Any) -> list[str]:
+    try:
+        choose(*arguments)
+    except ValueError as error:
+        return [f"{error}."]
+    return []

@@ -1,0 +1,286 @@
+"""PrivacyEngine: the front door. Validate, capture, sample, optimise, account."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from opacus.accountants import create_accountant
+from opacus.accountants.utils import get_noise_multiplier
+from opacus.data_loader import DPDataLoader
+from opacus.errors import ConfigurationError
+from opacus.grad_sample import AbstractGradSampleHooks, AbstractGradSampleModule, wrap_model
+from opacus.optimizers import DPOptimizer, get_optimizer_class
+from opacus.preconditions import loader_findings, make_private_findings
+from opacus.utils.sample_rate import sample_rate_of
+from opacus.validators import ModuleValidator
+from opacus.validators.batch_norm import guard_frozen
+from opacus.validators.errors import UnsupportedError, UnsupportedModuleError
+
+__all__ = ["PrivacyEngine"]
+
+
+class PrivacyEngine:
+    """Makes a model, its optimizer and its data loader train with differential privacy.
+
+    Args:
+        accountant: name of the accountant that turns steps into epsilon, e.g. "prv", "rdp", "gdp".
+        secure_mode: take noise from the operating system's cryptographic generator.
+
+    Example:
+        >>> data = torch.utils.data.TensorDataset(torch.randn(64, 3), torch.randint(0, 2, (64,)))
+        >>> model = nn.Linear(3, 2)
+        >>> engine = PrivacyEngine(accountant="rdp")
+        >>> model, optimizer, loader = engine.make_private(
+        ...     module=model,
+        ...     optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        ...     data_loader=torch.utils.data.DataLoader(data, batch_size=16),
+        ...     noise_multiplier=1.0,
+        ...     max_grad_norm=1.0,
+        ... )
+        >>> for x, y in loader:
+        ...     optimizer.zero_grad()
+        ...     nn.functional.cross_entropy(model(x), y).backward()
+        ...     _ = optimizer.step()
+        >>> len(engine.accountant)
+        4
+    """
+
+    def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
+        self.accountant = create_accountant(mechanism=accountant)
+        self.secure_mode = secure_mode
+        self.secure_rng = None
+        self.dataset: Any = None
+
+    def make_private(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        criterion: nn.Module = nn.CrossEntropyLoss(),  # noqa: B008
+        data_loader: DataLoader,
+        noise_multiplier: float,
+        max_grad_norm: float | list[float],
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = True,
+        clipping: str = "flat",
+        noise_generator: torch.Generator | None = None,
+        grad_sample_mode: str = "hooks",
+        wrap_model: bool = True,
+        rand_on_empty: bool = False,
+        **kwargs: Any,
+    ) -> tuple[AbstractGradSampleModule | AbstractGradSampleHooks, DPOptimizer, DataLoader]:
+        """Attach everything a private run needs; afterwards train as usual with what is returned.
+
+        Args:
+            module: the model, its parameters on any number of devices.
+            optimizer: over `module`'s parameters.
+            criterion: the loss, for modes that have to wrap it; not used by the modes available here.
+            data_loader: over a data set of known length.
+            noise_multiplier: sigma: noise standard deviation over `max_grad_norm`.
+            max_grad_norm: clipping norm C.
+            batch_first: whether dimension 0 of the model's inputs is the batch (else dimension 1).
+            loss_reduction: "mean" if the loss averages over samples, "sum" if it adds.
+            poisson_sampling: replace the loader by one that draws every record independently, as the accountants assume.
+                Without it the reported epsilon does not describe what the loader does.
+            clipping: the clipping style.
+            noise_generator: the noise's one stream, on any device; None follows `torch.manual_seed`.
+            grad_sample_mode: how per-sample gradients are formed.
+            wrap_model: return a wrapper around `module` (True), or hook it and return the hooks (False).
+            rand_on_empty: see `DPDataLoader`.
+            **kwargs: options of the clipping style's optimizer; `reduction_device`.
+
+        Returns:
+            `(module or hooks, optimizer, data_loader)`.
+
+        Raises:
+            ConfigurationError: listing everything that keeps the run from being private; nothing was changed.
+            UnsupportedModuleError: where layers that cannot be trained privately are all there is to mend.
+
+        Formal guarantee:
+            Each step of the returned optimizer on a batch of the returned loader is a Poisson-subsampled Gaussian mechanism
+            (sampling rate 1 / batches per epoch, noise multiplier `noise_multiplier`), and is recorded by the accountant
+            exactly once. The guarantee is for adding or removing one record.
+        """
+        if isinstance(optimizer, DPOptimizer):
+            optimizer = optimizer.original_optimizer
+        inner = module._module if isinstance(module, AbstractGradSampleModule) else module
+        problems, layer_errors = make_private_findings(
+            module=module,
+            optimizer=optimizer,
+            data_loader=data_loader,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            clipping=clipping,
+            noise_generator=noise_generator,
+            secure_mode=self.secure_mode,
+            grad_sample_mode=grad_sample_mode,
+            wrap_model=wrap_model,
+            options=kwargs,
+        )
+        _raise_findings("make_private cannot start", problems, layer_errors)
+
+        sample_rate = sample_rate_of(data_loader)
+        private_loader = (
+            DPDataLoader.from_data_loader(data_loader, batch_first=batch_first, rand_on_empty=rand_on_empty)
+            if poisson_sampling
+            else data_loader
+        )
+        records = len(data_loader.dataset)  # type: ignore[arg-type]
+        private_optimizer = get_optimizer_class(clipping, False, grad_sample_mode)(
+            optimizer,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,  # type: ignore[arg-type]
+            expected_batch_size=max(1, int(records * sample_rate + 1e-6)),
+            loss_reduction=loss_reduction,
+            generator=noise_generator,
+            secure_mode=self.secure_mode,
+            **kwargs,
+        )
+        private_optimizer.param_names = {id(p): name for name, p in inner.named_parameters()}
+        private_module = self._prepare_model(module, batch_first, loss_reduction, grad_sample_mode, wrap_model)
+        if poisson_sampling:
+            private_module.forbid_grad_accumulation()
+        guard_frozen(inner)
+        private_optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=sample_rate))
+        self.dataset = data_loader.dataset
+        return private_module, private_optimizer, private_loader
+
+    def _prepare_model(
+        self, module: nn.Module, batch_first: bool, loss_reduction: str, grad_sample_mode: str, wrap: bool
+    ) -> AbstractGradSampleModule | AbstractGradSampleHooks:
+        if isinstance(module, AbstractGradSampleModule):
+            return module
+        return wrap_model(
+            module, grad_sample_mode, wrap, batch_first=batch_first, loss_reduction=loss_reduction
+        )
+
+    def make_private_with_epsilon(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        criterion: nn.Module = nn.CrossEntropyLoss(),  # noqa: B008
+        data_loader: DataLoader,
+        target_epsilon: float,
+        target_delta: float,
+        epochs: int,
+        max_grad_norm: float | list[float],
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = True,
+        clipping: str = "flat",
+        noise_generator: torch.Generator | None = None,
+        grad_sample_mode: str = "hooks",
+        wrap_model: bool = True,
+        **kwargs: Any,
+    ) -> tuple[AbstractGradSampleModule | AbstractGradSampleHooks, DPOptimizer, DataLoader]:
+        """`make_private` with the noise multiplier that spends `target_epsilon` over `epochs`.
+
+        Args:
+            target_epsilon: epsilon after `epochs` epochs, at `target_delta`.
+            target_delta: delta, below one over the number of records.
+            epochs: how many epochs will be trained.
+            module, optimizer, criterion, data_loader, max_grad_norm, batch_first, loss_reduction, poisson_sampling, clipping,
+                noise_generator, grad_sample_mode, wrap_model, **kwargs: as in `make_private`.
+
+        Returns:
+            `(module or hooks, optimizer, data_loader)`.
+
+        Raises:
+            ConfigurationError: as `make_private`, or if no noise multiplier reaches the target.
+
+        Formal guarantee:
+            After `epochs` epochs with the returned loader the accountant's epsilon at `target_delta` is at most
+            `target_epsilon`, provided it had recorded nothing before.
+        """
+        _raise_findings("make_private_with_epsilon cannot start", loader_findings(data_loader), [])
+        if len(self.accountant) > 0:
+            warnings.warn(
+                f"the accountant has recorded {len(self.accountant)} steps already; the noise multiplier is chosen as if "
+                "it had not, so the total will exceed target_epsilon. Use a new PrivacyEngine for a new budget.",
+                stacklevel=2,
+            )
+        noise_multiplier = get_noise_multiplier(
+            target_epsilon=target_epsilon,
+            target_delta=target_delta,
+            sample_rate=sample_rate_of(data_loader),
+            epochs=epochs,
+            accountant=self.accountant.mechanism(),
+        )
+        return self.make_private(
+            module=module,
+            optimizer=optimizer,
+            criterion=criterion,
+            data_loader=data_loader,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            poisson_sampling=poisson_sampling,
+            clipping=clipping,
+            noise_generator=noise_generator,
+            grad_sample_mode=grad_sample_mode,
+            wrap_model=wrap_model,
+            **kwargs,
+        )
+
+    def get_epsilon(self, delta: float) -> float:
+        """Epsilon spent so far, at `delta`.
+
+        Args:
+            delta: between 0 and 1, below one over the number of records.
+        """
+        return self.accountant.get_epsilon(delta)
+
+    def is_compatible(self, *, module: nn.Module, optimizer: Optimizer | None, data_loader: DataLoader | None) -> bool:
+        """Whether `validate` finds nothing.
+
+        Args:
+            module: the model. optimizer: its optimizer, or None. data_loader: the loader, or None.
+        """
+        try:
+            self.validate(module=module, optimizer=optimizer, data_loader=data_loader)
+        except (UnsupportedError, ConfigurationError):
+            return False
+        return True
+
+    def validate(self, *, module: nn.Module, optimizer: Optimizer | None, data_loader: DataLoader | None) -> None:
+        """Check that the parts can be made private.
+
+        Args:
+            module: the model. optimizer: its optimizer, or None. data_loader: the loader, or None.
+
+        Raises:
+            UnsupportedModuleError: naming each layer that cannot be trained privately.
+            ConfigurationError: naming what is wrong with the loader.
+        """
+        problems = loader_findings(data_loader) if data_loader is not None else []
+        _raise_findings("training cannot be made private", problems, ModuleValidator.validate(module))
+
+    @classmethod
+    def get_compatible_module(cls, module: nn.Module) -> nn.Module:
+        """A copy of `module` with layers that cannot be trained privately replaced, weights kept.
+
+        Args:
+            module: the model.
+
+        Raises:
+            UnsupportedModuleError: if a layer has no replacement.
+        """
+        return ModuleValidator.fix_and_validate(module)
+
+
+def _raise_findings(heading: str, problems: list[str], layer_errors: list[UnsupportedModuleError]) -> None:
+    if layer_errors and not problems:
+        raise UnsupportedModuleError(layer_errors)
+    if problems:
+        raise ConfigurationError(heading, problems + [str(error) for error in layer_errors])
