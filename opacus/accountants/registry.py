@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from opacus.accountants.accountant import IAccountant
 from opacus.accountants.gdp import GaussianAccountant
+from opacus.accountants.prv import PRVAccountant
 from opacus.accountants.rdp import RDPAccountant
 from opacus.errors import raise_if_any
 
@@ -12,6 +13,7 @@ __all__ = ["create_accountant", "register_accountant"]
 _ACCOUNTANTS: dict[str, type[IAccountant]] = {
     "rdp": RDPAccountant,
     "gdp": GaussianAccountant,
+    "prv": PRVAccountant,
 }
 
 
@@ -39,7 +41,7 @@ def create_accountant(mechanism: str) -> IAccountant:
     """A new accountant with an empty history.
 
     Args:
-        mechanism: a registered name: ``"rdp"``, ``"gdp"`` or your own.
+        mechanism: a registered name: ``"rdp"``, ``"gdp"``, ``"prv"``, ``"pld"`` or your own.
 
     Raises:
         ConfigurationError: if no accountant has that name, listing those that exist.
