@@ -18,9 +18,7 @@ from opacus.errors import ConfigurationError
 from opacus.testing import LAYOUTS, EmulationUnsupported, accelerators, count_copies, devices_for, spread
 from opacus.testing.emulated_devices import install, is_installed, is_supported, unsupported_reasons
 
-emulated_only = pytest.mark.skipif(
-    torch.cuda.device_count() > 0, reason="emulated devices do not share a process with CUDA devices"
-)
+emulated_only = pytest.mark.skipif(not is_supported(), reason="; ".join(unsupported_reasons()))
 ROOT = pathlib.Path(opacus.__file__).parents[1]
 
 
