@@ -48,8 +48,8 @@ class SequenceBias(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw from N(0, 1/E), the distribution of torch's `bias_k`."""
-        nn.init.normal_(self.bias, std=1 / math.sqrt(self.bias.numel()))
+        """Draw from N(0, 1)."""
+        nn.init.normal_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Append the vector.
@@ -71,6 +71,9 @@ class SequenceBias(nn.Module):
 
 class DPMultiheadAttention(nn.Module):
     """Attention of Vaswani et al. (2017); same values, gradients and state dict as `nn.MultiheadAttention`.
+
+    Initial values are those of `nn.Linear` and `SequenceBias`, as in Opacus; torch's layer draws wider weights and
+    starts its biases at zero.
 
     Args:
         embed_dim: E, of queries and of the result.
@@ -131,19 +134,6 @@ class DPMultiheadAttention(nn.Module):
         self.seq_bias_k = SequenceBias(embed_dim, batch_first=True, **made) if add_bias_kv else None
         self.seq_bias_v = SequenceBias(embed_dim, batch_first=True, **made) if add_bias_kv else None
         self.dropout = nn.Dropout(dropout)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw parameters from the distributions that `nn.MultiheadAttention` draws them from."""
-        packed = self.kdim == self.vdim == self.embed_dim
-        for layer in (self.qlinear, self.klinear, self.vlinear):
-            fans = 4 * self.embed_dim if packed else layer.in_features + layer.out_features
-            bound = math.sqrt(6 / fans)
-            nn.init.uniform_(layer.weight, -bound, bound)
-        self.out_proj.reset_parameters()
-        for layer in (self.qlinear, self.klinear, self.vlinear, self.out_proj):
-            if layer.bias is not None:
-                nn.init.zeros_(layer.bias)
 
     def forward(
         self,

@@ -340,6 +340,12 @@ def test_a_fixed_transformer_computes_the_same_in_training_and_evaluation(batch_
 # --- registering further kinds
 
 
+def test_every_replaced_class_has_entries_of_its_own():
+    replaced = {*BATCH_NORMS, *INSTANCE_NORMS, nn.RNN, nn.GRU, nn.LSTM, nn.MultiheadAttention}
+    assert replaced <= set(ModuleValidator.VALIDATORS)
+    assert replaced <= set(ModuleValidator.FIXERS)
+
+
 @pytest.fixture
 def validator_class():
     class Own(ModuleValidator):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any, Union
+from typing import Any, Union, get_args
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -31,6 +31,7 @@ __all__ = ["BATCHNORM", "INSTANCENORM", "fix", "guard_frozen", "is_fixed_map", "
 BATCHNORM = Union[nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm]  # noqa: UP007
 INSTANCENORM = Union[nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d]  # noqa: UP007
 
+_CLASSES = get_args(BATCHNORM)
 _INSTANCE_NORM_FOR: dict[type, Any] = {
     nn.BatchNorm1d: nn.InstanceNorm1d,
     nn.BatchNorm2d: nn.InstanceNorm2d,
@@ -46,7 +47,7 @@ def is_fixed_map(module: Any) -> bool:
     return not trainable and not module.training and module.running_mean is not None
 
 
-@register_module_validator(_BatchNorm)
+@register_module_validator([_BatchNorm, *_CLASSES])
 def validate(module: BATCHNORM) -> list[UnsupportedModuleError]:
     """Refuse BatchNorm and its subclasses, except a frozen one in `eval()` with running statistics.
 
@@ -64,7 +65,7 @@ def validate(module: BATCHNORM) -> list[UnsupportedModuleError]:
     ]
 
 
-@register_module_fixer([nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm])
+@register_module_fixer(_CLASSES)
 def fix(module: BATCHNORM, *, replace_bn_with_in: bool = False, **kwargs: Any) -> nn.GroupNorm | INSTANCENORM:
     """The GroupNorm or InstanceNorm that replaces `module` and takes over its weight and bias.
 

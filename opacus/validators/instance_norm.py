@@ -6,7 +6,7 @@ statistics only and is accepted like BatchNorm (see `batch_norm.guard_frozen`).
 
 from __future__ import annotations
 
-from typing import Any, Union
+from typing import Any, Union, get_args
 
 from torch import nn
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -18,9 +18,10 @@ from opacus.validators.utils import register_module_fixer, register_module_valid
 __all__ = ["INSTANCENORM", "fix", "validate"]
 
 INSTANCENORM = Union[nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d]  # noqa: UP007
+_CLASSES = get_args(INSTANCENORM)
 
 
-@register_module_validator(_InstanceNorm)
+@register_module_validator([_InstanceNorm, *_CLASSES])
 def validate(module: INSTANCENORM) -> list[UnsupportedModuleError]:
     """Refuse running statistics, except in a frozen module in `eval()`.
 
@@ -37,7 +38,7 @@ def validate(module: INSTANCENORM) -> list[UnsupportedModuleError]:
     ]
 
 
-@register_module_fixer([nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d])
+@register_module_fixer(_CLASSES)
 def fix(module: INSTANCENORM) -> INSTANCENORM:
     """The same InstanceNorm without running statistics; it takes over weight and bias."""
     if not module.track_running_stats:
