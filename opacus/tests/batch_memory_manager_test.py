@@ -19,6 +19,8 @@ from torch.utils.data import (
 
 from opacus.data_loader import DPDataLoader
 from opacus.errors import ConfigurationError
+from opacus.grad_sample import GradSampleModule
+from opacus.optimizers import DPOptimizer
 from opacus.utils.batch_memory_manager import BatchMemoryManager, BatchSplittingSampler, wrap_data_loader
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 
@@ -188,6 +190,64 @@ def test_signals_of_others_stay_in_the_queue():
     ) as physical:
         next(iter(physical))
     assert optimizer._step_skip_queue == [False]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("sample_rate", [0.05, 0.4])
+@pytest.mark.parametrize("loss_reduction", ["mean", "sum"])
+def test_the_real_optimizer_ends_where_whole_logical_batches_end(loss_reduction, sample_rate, num_workers):
+    """Clipping, noise of the same seed, momentum; at the lower rate many logical batches are empty."""
+    x, y = torch.randn(20, 3, generator=seeded(1)).double(), torch.randn(20, 1, generator=seeded(2)).double()
+
+    def trained(limit):
+        torch.manual_seed(0)
+        model = GradSampleModule(torch.nn.Linear(3, 1).double(), loss_reduction=loss_reduction)
+        steps = []
+        optimizer = DPOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+            noise_multiplier=0.5,
+            max_grad_norm=0.7,
+            expected_batch_size=20 * sample_rate,
+            loss_reduction=loss_reduction,
+            generator=seeded(3),
+        )
+        optimizer.attach_step_hook(steps.append)
+        loader = DPDataLoader(
+            TensorDataset(x, y), sample_rate=sample_rate, generator=seeded(4), num_workers=num_workers
+        )
+        with BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=limit, optimizer=optimizer
+        ) as physical:
+            for inputs, target in physical:
+                optimizer.zero_grad()
+                torch.nn.functional.mse_loss(model(inputs), target, reduction=loss_reduction).backward()
+                optimizer.step()
+        assert optimizer._step_skip_queue == []
+        assert len(steps) == len(loader)
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    torch.testing.assert_close(trained(limit=3), trained(limit=1000), rtol=1e-12, atol=1e-12)
+
+
+def test_the_real_optimizer_forgets_a_logical_batch_left_half_done():
+    model = GradSampleModule(torch.nn.Linear(1, 1))
+    optimizer = DPOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        noise_multiplier=0.0,
+        max_grad_norm=1.0,
+        expected_batch_size=4,
+    )
+    loader = DataLoader(TensorDataset(torch.ones(8, 1)), batch_size=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=3, optimizer=optimizer
+        ) as physical:
+            (x,) = next(iter(physical))
+            model(x).mean().backward()
+            optimizer.step()
+            assert all(p.summed_grad is not None for p in model.parameters())
+    assert all(p.summed_grad is None and p.grad_sample is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
