@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from opacus.grad_sample import AbstractGradSampleModule, get_gsm_class, get_hooks_class
 from opacus.optimizers import get_optimizer_class
@@ -63,7 +62,11 @@ def make_private_findings(
             secure_mode=secure_mode,
             options=options,
         )
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
         problems.append(
             f"torch.distributed runs {torch.distributed.get_world_size()} processes; private training over several processes "
             "is not available in this version, and each rank would train a model of its own. Run one process."
@@ -124,7 +127,9 @@ def _wrapped_findings(
         )
     for name, asked in (("batch_first", batch_first), ("loss_reduction", loss_reduction)):
         if getattr(module, name) != asked:
-            problems.append(f"module was wrapped with {name}={getattr(module, name)!r}, now {asked!r} is asked for.")
+            problems.append(
+                f"module was wrapped with {name}={getattr(module, name)!r}, now {asked!r} is asked for."
+            )
     return problems
 
 

@@ -146,7 +146,9 @@ class PrivacyEngine:
             **kwargs,
         )
         private_optimizer.param_names = {id(p): name for name, p in inner.named_parameters()}
-        private_module = self._prepare_model(module, batch_first, loss_reduction, grad_sample_mode, wrap_model)
+        private_module = self._prepare_model(
+            module, batch_first, loss_reduction, grad_sample_mode, wrap_model
+        )
         if poisson_sampling:
             private_module.forbid_grad_accumulation()
         guard_frozen(inner)
@@ -241,7 +243,9 @@ class PrivacyEngine:
         """
         return self.accountant.get_epsilon(delta)
 
-    def is_compatible(self, *, module: nn.Module, optimizer: Optimizer | None, data_loader: DataLoader | None) -> bool:
+    def is_compatible(
+        self, *, module: nn.Module, optimizer: Optimizer | None, data_loader: DataLoader | None
+    ) -> bool:
         """Whether `validate` finds nothing.
 
         Args:
@@ -253,7 +257,9 @@ class PrivacyEngine:
             return False
         return True
 
-    def validate(self, *, module: nn.Module, optimizer: Optimizer | None, data_loader: DataLoader | None) -> None:
+    def validate(
+        self, *, module: nn.Module, optimizer: Optimizer | None, data_loader: DataLoader | None
+    ) -> None:
         """Check that the parts can be made private.
 
         Args:

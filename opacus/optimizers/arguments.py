@@ -47,5 +47,7 @@ def basic_problems(
     if generator is not None and not isinstance(generator, torch.Generator):
         problems.append(f"generator must be a torch.Generator, not {type(generator).__name__}.")
     if generator is not None and secure_mode:
-        problems.append("secure_mode takes its noise from the operating system; it cannot follow a generator.")
+        problems.append(
+            "secure_mode takes its noise from the operating system; it cannot follow a generator."
+        )
     return problems

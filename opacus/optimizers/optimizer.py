@@ -228,7 +228,9 @@ class DPOptimizer(Optimizer):
             self._clip_batch(parameters, batch, weight_B)
         mark_spent(batches)
 
-    def _clip_batch(self, parameters: list[nn.Parameter], batch: list[Tensor], weight_B: Tensor | None) -> None:
+    def _clip_batch(
+        self, parameters: list[nn.Parameter], batch: list[Tensor], weight_B: Tensor | None
+    ) -> None:
         used = [(p, entry) for p, entry in zip(parameters, batch, strict=True) if not is_zero(entry)]
         if not used:
             used = [(parameters[0], batch[0])]
