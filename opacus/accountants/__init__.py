@@ -7,6 +7,7 @@ that differ by one added or removed sample. Importing this package loads neither
 
 from opacus.accountants.accountant import IAccountant
 from opacus.accountants.gdp import GaussianAccountant
+from opacus.accountants.pld import PLDAccountant
 from opacus.accountants.prv import PRVAccountant
 from opacus.accountants.rdp import RDPAccountant
 from opacus.accountants.registry import create_accountant, register_accountant
@@ -15,6 +16,7 @@ from opacus.accountants.utils import get_noise_multiplier
 __all__ = [
     "GaussianAccountant",
     "IAccountant",
+    "PLDAccountant",
     "PRVAccountant",
     "RDPAccountant",
     "create_accountant",

@@ -143,6 +143,10 @@ class _Recorder:
             rate = 1.0
         self.accountant.step(noise_multiplier=optimizer.noise_multiplier, sample_rate=rate)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Recorder:
+        """Itself: what a copied optimizer releases counts against the same budget."""
+        return self
+
 
 def _history_problems(history: Any) -> list[str]:
     if not isinstance(history, (list, tuple)):

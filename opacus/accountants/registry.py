@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from opacus.accountants.accountant import IAccountant
 from opacus.accountants.gdp import GaussianAccountant
+from opacus.accountants.pld import PLDAccountant
 from opacus.accountants.prv import PRVAccountant
 from opacus.accountants.rdp import RDPAccountant
 from opacus.errors import raise_if_any
@@ -14,6 +15,7 @@ _ACCOUNTANTS: dict[str, type[IAccountant]] = {
     "rdp": RDPAccountant,
     "gdp": GaussianAccountant,
     "prv": PRVAccountant,
+    "pld": PLDAccountant,
 }
 
 

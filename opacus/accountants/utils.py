@@ -10,7 +10,7 @@ from opacus.accountants.analysis.checks import number_problems
 from opacus.accountants.registry import create_accountant
 from opacus.errors import ConfigurationError, raise_if_any
 
-__all__ = ["get_noise_multiplier"]
+__all__ = ["get_noise_multiplier", "steps_of"]
 
 MAX_SIGMA = 1e6
 _MIN_SIGMA = 1e-3
@@ -65,21 +65,10 @@ def get_noise_multiplier(
     for name, value in (("target_epsilon", target_epsilon), ("epsilon_tolerance", epsilon_tolerance)):
         if not (isinstance(value, (int, float)) and 0 < value < math.inf):
             problems.append(f"{name} is {value!r}; pass a finite number above 0.")
-    if (epochs is None) == (steps is None):
-        problems.append(f"epochs is {epochs!r} and steps is {steps!r}; pass exactly one of them.")
-    for name, length in (("epochs", epochs), ("steps", steps)):
-        if length is not None and not (isinstance(length, (int, float)) and 0 < length < math.inf):
-            problems.append(f"{name} is {length!r}; pass a finite number above 0.")
+    problems += _length_problems(epochs, steps)
     heading = "no noise multiplier can be found"
     raise_if_any(heading, problems)
-
-    # 3 epochs at a rate of 1/49 are 147 steps, whatever the rounding of the quotient.
-    count = int(steps if steps is not None else (epochs or 0) / sample_rate * (1 + 1e-12))
-    if count < 1:
-        raise_if_any(
-            heading, [f"epochs={epochs!r}, steps={steps!r} amount to no step; train for at least one."]
-        )
-
+    count = steps_of(sample_rate=sample_rate, epochs=epochs, steps=steps)
     spent = create_accountant(accountant)
 
     def epsilon_of(sigma: float) -> float:
@@ -98,6 +87,46 @@ def get_noise_multiplier(
             ],
         )
     return found
+
+
+def steps_of(*, sample_rate: float, epochs: float | None = None, steps: int | None = None) -> int:
+    """Number of optimizer steps of a run whose length is given in epochs or in steps.
+
+    Args:
+        sample_rate: probability with which each sample enters a batch, above 0 and at most 1.
+        epochs: passes over the data; ``epochs / sample_rate`` steps, rounded down.
+        steps: optimizer steps; give either this or `epochs`.
+
+    Raises:
+        ConfigurationError: naming every argument out of range, or if the run has no step.
+
+    Example:
+        >>> steps_of(sample_rate=1 / 49, epochs=3)
+        147
+    """
+    problems = number_problems(sample_rate=sample_rate)
+    if sample_rate == 0:
+        problems.append("sample_rate is 0; pass a number above 0 and at most 1.")
+    problems += _length_problems(epochs, steps)
+    heading = "the number of steps cannot be computed"
+    raise_if_any(heading, problems)
+    # A hair more, so that a quotient that should be whole is not rounded down to one step less.
+    count = int(steps if steps is not None else (epochs or 0) / sample_rate * (1 + 1e-12))
+    if count < 1:
+        raise_if_any(
+            heading, [f"epochs={epochs!r}, steps={steps!r} amount to no step; train for at least one."]
+        )
+    return count
+
+
+def _length_problems(epochs: float | None, steps: int | None) -> list[str]:
+    problems = []
+    if (epochs is None) == (steps is None):
+        problems.append(f"epochs is {epochs!r} and steps is {steps!r}; pass exactly one of them.")
+    for name, length in (("epochs", epochs), ("steps", steps)):
+        if length is not None and not (isinstance(length, (int, float)) and 0 < length < math.inf):
+            problems.append(f"{name} is {length!r}; pass a finite number above 0.")
+    return problems
 
 
 def _search(epsilon_of: Callable[[float], float], floor: float, target: float) -> float | None:

@@ -72,8 +72,10 @@ class PoissonSubsampledGaussianPRV:
         from scipy.special import ndtr
 
         z = (x - mean) / self.noise_multiplier
-        below, above = ndtr(z), ndtr(-z)
-        return np.where(z[:-1] > 0, above[:-1] - above[1:], below[1:] - below[:-1])
+        beyond = ndtr(-np.abs(z))  # the smaller tail at each end: its digits are all good
+        left, right = beyond[:-1], beyond[1:]
+        across = (z[:-1] <= 0) & (z[1:] > 0)
+        return np.where(across, 1 - left - right, np.abs(left - right))
 
     def bounds(self, mass: float) -> tuple[float, float]:
         """Losses outside of which lies a probability of at most `mass` on either side."""
@@ -85,6 +87,9 @@ class PoissonSubsampledGaussianPRV:
         beyond = -float(ndtri(share)) * self.noise_multiplier if share < 1 else -math.inf
         lowest, highest = -reach, reach if self.added else max(reach, 1 + beyond)
         low, high = float(self._loss(lowest)), float(self._loss(highest))
+        # With little noise all of the mass may lie in one floating-point number; keep the bounds apart.
+        margin = 1e-12 * max(abs(low), abs(high))
+        low, high = low - margin, high + margin
         return (-high, -low) if self.added else (low, high)
 
     def variance(self, t_min: float, t_max: float) -> float:
@@ -201,22 +206,29 @@ class DiscretePRV:
             return math.inf
         if self.domain.t_max <= 0 or self.compute_delta_estimate(0.0) <= delta:
             return 0.0
-        ts = self.domain.ts
-        low, high = int(np.searchsorted(ts, 0.0)), self.domain.size - 1
-        if self.compute_delta_estimate(ts[low]) <= delta:
-            start, first = 0.0, low
-        else:
-            while high - low > 1:
-                middle = (low + high) // 2
-                if self.compute_delta_estimate(ts[middle]) <= delta:
-                    high = middle
-                else:
-                    low = middle
-            start, first = float(ts[low]), low + 1
-        # Between two points delta is tail - exp(eps - start) * rest, which is solved for eps.
-        tail = float(self.pmf[first:].sum())
-        rest = float((self.pmf[first:] * np.exp(start - ts[first:])).sum())
-        return start + math.log(max(tail - delta, 0.0) / rest) if tail > delta and rest > 0 else start
+        # From here on delta(0) > delta >= delta(t_max) = 0. Narrow down to a range in which exp cannot overflow.
+        ts, low, high = self.domain.ts, 0.0, self.domain.t_max
+        while high - low > 500:
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.compute_delta_estimate(middle) <= delta else (middle, high)
+        # With sums over the points above eps, delta(eps) = tail - exp(eps - low) * rest.
+        first, last = np.searchsorted(ts, [low, high], side="right")
+        inside, pmf, above = ts[first:last], self.pmf[first:last], self.pmf[last:]
+        tail = np.cumsum(np.append(above.sum(), pmf[::-1]))[::-1]
+        beyond = float((above * np.exp(low - ts[last:])).sum())
+        rest = np.cumsum(np.append(beyond, (pmf * np.exp(low - inside))[::-1]))[::-1]
+        knots = np.append(low, inside)
+        too_much = np.flatnonzero(tail - np.exp(knots - low) * rest > delta)
+        knot = int(too_much[-1]) if too_much.size else 0
+        if not (tail[knot] > delta and rest[knot] > 0):
+            return float(knots[knot])
+        solved = low + math.log((tail[knot] - delta) / rest[knot])
+        return float(
+            min(
+                max(solved, knots[knot]),
+                knots[min(knot + 1, len(knots) - 1)] if knot + 1 < len(knots) else high,
+            )
+        )
 
     def compute_epsilon(
         self, delta: float, delta_error: float, eps_error: float
