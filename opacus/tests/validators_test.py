@@ -204,6 +204,13 @@ def test_batch_norm_becomes_an_instance_norm_on_request(kind, affine):
     assert type(fixed[1]) is DPGRU
 
 
+def test_the_number_of_groups_may_be_chosen():
+    model = nn.Sequential(nn.BatchNorm2d(16), nn.LSTM(2, 2))
+    assert ModuleValidator.fix(model, num_groups=4)[0].num_groups == 4
+    with pytest.raises(ValueError, match="divisible"):
+        ModuleValidator.fix(model, num_groups=5)
+
+
 def test_sync_batch_norm_has_no_instance_norm():
     with pytest.raises(UnsupportableModuleError, match="SyncBatchNorm"):
         ModuleValidator.fix(nn.SyncBatchNorm(4), replace_bn_with_in=True)

@@ -66,17 +66,21 @@ def validate(module: BATCHNORM) -> list[UnsupportedModuleError]:
 
 
 @register_module_fixer(_CLASSES)
-def fix(module: BATCHNORM, *, replace_bn_with_in: bool = False, **kwargs: Any) -> nn.GroupNorm | INSTANCENORM:
+def fix(
+    module: BATCHNORM, *, replace_bn_with_in: bool = False, num_groups: int | None = None, **kwargs: Any
+) -> nn.GroupNorm | INSTANCENORM:
     """The GroupNorm or InstanceNorm that replaces `module` and takes over its weight and bias.
 
-    GroupNorm gets the largest number of groups up to 32 that is a power of two and divides the channels.
+    GroupNorm gets, by default, the largest number of groups up to 32 that is a power of two and divides the channels.
 
     Args:
         module: the BatchNorm.
         replace_bn_with_in: use InstanceNorm.
+        num_groups: number of groups of GroupNorm, a divisor of the channels.
         **kwargs: options of other fixers, ignored.
 
     Raises:
+        ValueError: `num_groups` does not divide the channels.
         UnsupportableModuleError: InstanceNorm is asked for a SyncBatchNorm, which does not say its dimensions.
     """
     flags: dict[str, Any] = {"eps": module.eps, "affine": module.affine, "device": "meta"}
@@ -89,7 +93,7 @@ def fix(module: BATCHNORM, *, replace_bn_with_in: bool = False, **kwargs: Any) -
             )
         replacement = _INSTANCE_NORM_FOR[type(module)](module.num_features, **flags)
     else:
-        groups = math.gcd(_MOST_GROUPS, module.num_features)
+        groups = math.gcd(_MOST_GROUPS, module.num_features) if num_groups is None else num_groups
         if isinstance(module, nn.BatchNorm1d) and module.num_features // groups < _FEW_CHANNELS:
             warnings.warn(
                 f"BatchNorm1d({module.num_features}) becomes GroupNorm({groups}, {module.num_features}). On inputs "

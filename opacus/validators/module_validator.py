@@ -81,7 +81,7 @@ class ModuleValidator:
         Args:
             module: the model; it is not changed.
             **kwargs: options, each passed to the fixers that take it. `replace_bn_with_in=True` replaces
-                BatchNorm by InstanceNorm instead of GroupNorm.
+                BatchNorm by InstanceNorm instead of GroupNorm; `num_groups=4` chooses GroupNorm's groups.
 
         Returns:
             The copy; another class than `module` where `module` itself is replaced.
