@@ -38,4 +38,6 @@ def flat_clip_factor(norm_B: Tensor, max_grad_norm: float, weight_B: Tensor | No
     factor_B = (below / weighted_B.clamp(min=torch.finfo(norm_B.dtype).tiny)).clamp(max=1.0)
     if weight_B is not None:
         factor_B = factor_B * weight_B.to(norm_B)
-    return torch.where(weighted_B.isfinite() & norm_B.isfinite(), factor_B, torch.zeros_like(factor_B))
+    # a factor below the normal range has lost the precision that the margin above counts on
+    usable_B = weighted_B.isfinite() & norm_B.isfinite() & (factor_B >= torch.finfo(norm_B.dtype).tiny)
+    return torch.where(usable_B, factor_B, torch.zeros_like(factor_B))
