@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from opacus.grad_sample import AbstractGradSampleModule, get_gsm_class, get_hooks_class
-from opacus.optimizers import get_optimizer_class
+from opacus.optimizers import DPOptimizer, get_optimizer_class
 from opacus.utils.sample_rate import loader_problems
 from opacus.validators import ModuleValidator
 from opacus.validators.errors import UnsupportedModuleError
@@ -50,18 +50,17 @@ def make_private_findings(
     problems += _refusal(get_gsm_class if wrap_model else get_hooks_class, grad_sample_mode)
     refused = _refusal(get_optimizer_class, clipping, False, grad_sample_mode)
     problems += refused
-    if not refused:
-        kind = get_optimizer_class(clipping, False, grad_sample_mode)
-        problems += kind.argument_problems(
-            optimizer=optimizer,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm,
-            expected_batch_size=1,
-            loss_reduction=loss_reduction,
-            generator=noise_generator,
-            secure_mode=secure_mode,
-            options=options,
-        )
+    kind = DPOptimizer if refused else get_optimizer_class(clipping, False, grad_sample_mode)
+    problems += kind.argument_problems(
+        optimizer=optimizer,
+        noise_multiplier=noise_multiplier,
+        max_grad_norm=max_grad_norm,
+        expected_batch_size=1,
+        loss_reduction=loss_reduction,
+        generator=noise_generator,
+        secure_mode=secure_mode,
+        options=options,
+    )
     if (
         torch.distributed.is_available()
         and torch.distributed.is_initialized()

@@ -108,7 +108,9 @@ def test_all_problems_stand_in_one_message():
         private(nn.Sequential(nn.BatchNorm1d(3)), max_grad_norm=-1, noise_multiplier=-2, clipping="scissors")
     assert caught.value.heading == "make_private cannot start"
     text = str(caught.value)
-    assert all(part in text for part in ("noise_multiplier" if False else "scissors", "BatchNorm1d", "'0'"))
+    assert all(
+        part in text for part in ("noise_multiplier", "max_grad_norm", "scissors", "'0' (BatchNorm1d)")
+    )
 
 
 def test_trainable_meta_parameters_are_named_and_frozen_ones_pass():
@@ -177,7 +179,7 @@ def test_every_step_is_accounted_once_empty_batches_included():
 @pytest.mark.parametrize("mode", ["hooks", "functorch"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_noiseless_step_equals_a_float64_loop_over_samples(layout, wrap, mode, reduction):
-    net = model().double()
+    net = nn.Sequential(*model(), nn.Tanh(), nn.Linear(2, 3), nn.Linear(3, 2)).double()
     reference = copy.deepcopy(net)
     spread(net, layout)
     x, y = (t[:8] for t in data().tensors)
@@ -248,7 +250,7 @@ def test_step_without_zero_grad_is_refused():
     _, module, optimizer, _ = private(poisson_sampling=False)
     module(torch.ones(2, D)).sum().backward()
     optimizer.step()
-    with pytest.raises(ValueError, match="call optimizer.zero_grad"):
+    with pytest.raises(ValueError, match=r"call optimizer\.zero_grad"):
         optimizer.step()
 
 
