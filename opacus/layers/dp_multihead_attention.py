@@ -134,6 +134,7 @@ class DPMultiheadAttention(nn.Module):
         self.seq_bias_k = SequenceBias(embed_dim, batch_first=True, **made) if add_bias_kv else None
         self.seq_bias_v = SequenceBias(embed_dim, batch_first=True, **made) if add_bias_kv else None
         self.dropout = nn.Dropout(dropout)
+        self._register_state_dict_hook(_to_torch_names)  # first, so that other hooks see torch's names
 
     def forward(
         self,
@@ -237,12 +238,16 @@ class DPMultiheadAttention(nn.Module):
         The stacked `in_proj_weight` and `in_proj_bias` are copies of this layer's parameters.
         """
         into: Any = destination  # None makes a new one
-        state: dict[str, Any] = super().state_dict(destination=into, prefix=prefix, keep_vars=keep_vars)
-        to_torch_names(state, prefix, packed=self.kdim == self.vdim == self.embed_dim)
-        return state
+        return super().state_dict(destination=into, prefix=prefix, keep_vars=keep_vars)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Tensor], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         from_torch_names(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _to_torch_names(
+    layer: DPMultiheadAttention, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
+    to_torch_names(state_dict, prefix, packed=layer.kdim == layer.vdim == layer.embed_dim)

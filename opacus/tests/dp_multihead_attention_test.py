@@ -218,6 +218,16 @@ def test_state_dicts_have_torchs_keys_and_load_both_ways(flags):
     assert all(torch.equal(a, b) for a, b in zip(nested[0].parameters(), ours.parameters(), strict=True))
 
 
+def test_state_dict_hooks_see_torchs_names():
+    layer = DPMultiheadAttention(E, N)
+
+    def drop(module, state, prefix, metadata):
+        del state[prefix + "in_proj_bias"]
+
+    layer._register_state_dict_hook(drop)
+    assert list(layer.state_dict()) == ["in_proj_weight", "out_proj.weight", "out_proj.bias"]
+
+
 def test_its_own_parameter_names_load_too_and_nothing_is_loaded_in_silence():
     _, ours = pair(add_bias_kv=True)
     other = DPMultiheadAttention(E, N, add_bias_kv=True).double()
