@@ -512,12 +512,10 @@ def test_a_subset_is_sampled_within_itself():
     assert {int(v) for (x,) in loader for v in x} <= set(range(40, 60))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_generator_on_an_accelerator_serves_the_loader(num_workers):
+def test_a_generator_on_an_accelerator_serves_the_loader(num_workers, two_devices):
     data = TensorDataset(torch.arange(50))
-    generator = torch.Generator(device="cuda").manual_seed(3)
+    generator = torch.Generator(device=two_devices[1]).manual_seed(3)
     loader = DPDataLoader(
         data, sample_rate=0.2, generator=generator, num_workers=num_workers, pin_memory=True
     )

@@ -111,7 +111,13 @@ class DistributedUniformWithReplacementSampler(Sampler[list[int]]):
         generator: torch.Generator | None = None,
     ) -> None:
         problems = sampler_problems("total_size", total_size, sample_rate, steps)
-        if not (dist.is_available() and dist.is_initialized()):
+        try:
+            self.rank, self.num_replicas = dist.get_rank(), dist.get_world_size()
+        except (
+            AttributeError,
+            ValueError,
+            RuntimeError,
+        ):  # no process group, or a torch without torch.distributed
             problems.append(
                 "there is no process group. Call torch.distributed.init_process_group(...) first, or sample in one "
                 "process (distributed=False)."
@@ -123,8 +129,6 @@ class DistributedUniformWithReplacementSampler(Sampler[list[int]]):
         self.shuffle = shuffle
         self.shuffle_seed = shuffle_seed
         self.epoch = 0
-        self.rank = dist.get_rank()
-        self.num_replicas = dist.get_world_size()
         self.num_samples = len(range(self.rank, total_size, self.num_replicas))
         self.num_batches = steps_per_epoch(sample_rate) if steps is None else steps
 
