@@ -37,6 +37,7 @@ class DPRNN(DPRNNBase):
     """`nn.RNN` whose per-sample gradients can be taken; arguments as there and in `DPRNNBase`.
 
     Example:
+        >>> import torch
         >>> output, h = DPRNN(2, 3, num_layers=2)(torch.zeros(5, 4, 2))
         >>> output.shape, h.shape
         (torch.Size([5, 4, 3]), torch.Size([2, 4, 3]))
@@ -91,6 +92,7 @@ class DPLSTM(DPRNNBase):
     """`nn.LSTM` whose per-sample gradients can be taken; arguments as there and in `DPRNNBase`.
 
     Example:
+        >>> import torch
         >>> output, (h, c) = DPLSTM(2, 3, batch_first=True, proj_size=1)(torch.zeros(4, 5, 2))
         >>> output.shape, h.shape, c.shape
         (torch.Size([4, 5, 1]), torch.Size([1, 4, 1]), torch.Size([1, 4, 3]))
