@@ -22,7 +22,7 @@ nothing); kernels and code paths chosen by ``is_cuda``; sparse tensors; torch.co
 and non-empty shape fails. ``torch.accelerator.synchronize()`` raises. Hooks set on a Parameter before its module
 moves between CPU and an emulated device stay behind: move first.
 
-It works by private parts of PyTorch, listed in `support.NEEDED_FROM_TORCH`, and needs torch 2.9 or newer; where one
+It works by private parts of PyTorch, listed in `support.NEEDED_FROM_TORCH`. Tested on torch 2.10, 2.13 and 2.14; where one
 is missing, `install` raises `EmulationUnsupported` naming it. It takes PyTorch's one slot for out-of-tree devices,
 for the life of the process, so it refuses a process that has CUDA devices.
 
