@@ -121,7 +121,7 @@ WAITING = {
     "unique": lambda x, mask, i: x.unique(),
     "read by mask": lambda x, mask, i: x[mask],
     "read rows by mask": lambda x, mask, i: x[mask[0]],
-    "write rows by mask": lambda x, mask, i: x.__setitem__(mask[0], x[0]),
+    "write rows by mask": lambda x, mask, i: x.__setitem__(mask[0], x[0].clone()),
     "index_put by mask": lambda x, mask, i: x.index_put((mask[0],), x[0]),
     "repeat_interleave": lambda x, mask, i: x.repeat_interleave(i, 0),
 }
