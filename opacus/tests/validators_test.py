@@ -209,6 +209,8 @@ def test_the_number_of_groups_may_be_chosen():
     assert ModuleValidator.fix(model, num_groups=4)[0].num_groups == 4
     with pytest.raises(ValueError, match="divisible"):
         ModuleValidator.fix(model, num_groups=5)
+    with pytest.raises(ValueError, match="num_groups=4"):
+        ModuleValidator.fix(model, num_groups=4, replace_bn_with_in=True)
 
 
 def test_sync_batch_norm_has_no_instance_norm():

@@ -80,9 +80,13 @@ def fix(
         **kwargs: options of other fixers, ignored.
 
     Raises:
-        ValueError: `num_groups` does not divide the channels.
+        ValueError: `num_groups` does not divide the channels, or InstanceNorm is asked for too.
         UnsupportableModuleError: InstanceNorm is asked for a SyncBatchNorm, which does not say its dimensions.
     """
+    if replace_bn_with_in and num_groups is not None:
+        raise ValueError(
+            f"replace_bn_with_in=True and num_groups={num_groups} ask for different layers: pass one of them"
+        )
     flags: dict[str, Any] = {"eps": module.eps, "affine": module.affine, "device": "meta"}
     if module.affine and module.bias is None:
         flags["bias"] = False
