@@ -22,9 +22,9 @@ nothing); kernels and code paths chosen by ``is_cuda``; sparse tensors; torch.co
 and non-empty shape fails. ``torch.accelerator.synchronize()`` raises. Hooks set on a Parameter before its module
 moves between CPU and an emulated device stay behind: move first.
 
-It works by private parts of PyTorch, listed in `support.NEEDED_FROM_TORCH`. Tested on torch 2.10, 2.13 and 2.14; where one
-is missing, `install` raises `EmulationUnsupported` naming it. It takes PyTorch's one slot for out-of-tree devices,
-for the life of the process, so it refuses a process that has CUDA devices.
+It works by private parts of PyTorch, listed in `support.NEEDED_FROM_TORCH`; where one is missing, `install` raises
+`EmulationUnsupported` naming it. Tested on torch 2.10, 2.13 and 2.14. It takes PyTorch's one slot for out-of-tree
+devices, for the life of the process, so it refuses a process that has CUDA devices.
 
 The pieces: `relabel` (the trick), `fallback` and `schemas` (one kernel for all ops), `kernels` (exceptions),
 `generators`, `patches`, `backend` (``torch.emu``), `copies` (counting), `support` (can it work here), `installation`.
