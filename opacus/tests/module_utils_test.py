@@ -19,7 +19,7 @@ from opacus.utils.module_utils import (
     trainable_modules,
     trainable_parameters,
 )
-from opacus.utils.packed_sequences import compute_seq_lengths
+from opacus.utils.packed_sequences import _gen_packed_data, compute_seq_lengths
 
 
 @pytest.fixture
@@ -102,3 +102,13 @@ def test_sequence_lengths_are_read_back_from_a_packed_sequence(lengths):
 def test_a_packed_batch_of_no_sequence_has_no_lengths():
     assert compute_seq_lengths(torch.zeros(0, dtype=torch.int64)) == []
     assert compute_seq_lengths(torch.zeros(4, dtype=torch.int64)) == []
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_random_packed_sequences_have_the_sizes_asked_for(in_order):
+    packed = _gen_packed_data(6, 9, 3, batch_first=True, sorted_=in_order)
+    lengths = compute_seq_lengths(packed.batch_sizes)
+    assert len(lengths) == 6
+    assert max(lengths) <= 9
+    assert packed.data.shape == (sum(lengths), 3)
+    assert (packed.sorted_indices is None) == in_order

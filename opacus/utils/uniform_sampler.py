@@ -139,7 +139,7 @@ class DistributedUniformWithReplacementSampler(Sampler[list[int]]):
         own = self._own_records()
         for _ in range(self.num_batches):
             mask = poisson_mask(self.total_size, self.sample_rate, self.generator)
-            yield own[mask[own]].tolist()
+            yield list(own[mask[own]].numpy())  # numpy's integers: callers may call .item() on an index
 
     def set_epoch(self, epoch: int) -> None:
         """Deal the records out anew for this epoch. Call it with the same number on every rank."""
