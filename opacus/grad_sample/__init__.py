@@ -10,6 +10,7 @@ from opacus.grad_sample.embedding import (
     compute_embedding_norm_sample,
     compute_embeddingbag_gradsampler,
 )
+from opacus.grad_sample.embedding_bag import EMBEDDING_BAG as _EMBEDDING_BAG  # noqa: F401  registers the rule
 from opacus.grad_sample.grad_sample_module import GradSampleHooks, GradSampleModule
 from opacus.grad_sample.group_norm import compute_group_norm_grad_sample
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule

@@ -13,6 +13,7 @@ called twice for one loss). What is done with a call is the policy's business, n
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -25,11 +26,20 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus.errors import PerSampleGradientError
 from opacus.grad_sample.captured import Captured, Owners
+from opacus.grad_sample.isolation import Probe, can_probe
 from opacus.grad_sample.ownership import Slot, layers_with_parameters
-from opacus.grad_sample.rows import RowCount, batch_dim, expand_position_ids, pad_rows
+from opacus.grad_sample.rows import (
+    RowCount,
+    bags_of,
+    batch_dim,
+    expand_position_ids,
+    first_dim_is_batch,
+    pad_rows,
+)
 
-__all__ = ["Capture", "Policy"]
+__all__ = ["Capture", "Policy", "refuse_if_captured"]
 
+logger = logging.getLogger(__name__)
 
 _captured_layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -50,6 +60,20 @@ class Policy(Protocol):
         """The backward failed half-way: forget what was received since `begin`."""
 
 
+def refuse_if_captured(root: nn.Module) -> None:
+    """Raise if a layer of `root` is captured already.
+
+    Raises:
+        ValueError: naming such layers.
+    """
+    taken = [path or "(root)" for path, layer, _ in layers_with_parameters(root) if layer in _captured_layers]
+    if taken:
+        raise ValueError(
+            f"hooks cannot be added twice: {', '.join(taken[:5])} is captured already. Use the wrapped module you "
+            "have, or remove its hooks first (remove_hooks, to_standard_module)."
+        )
+
+
 class Capture:
     """Hooks on every layer of `root` that uses parameters of its own.
 
@@ -61,6 +85,8 @@ class Capture:
         loss_reduction: "mean" multiplies backprops by the number of samples; "sum" takes them as they are.
         detach_weights: let weights take part in the forward detached, so that autograd forms no plain
             weight gradient.
+        check_isolation: before the first backward, check that one sample's output reaches no other sample's rows
+            (`isolation.py`).
     """
 
     def __init__(
@@ -71,6 +97,7 @@ class Capture:
         batch_first: bool = True,
         loss_reduction: str = "mean",
         detach_weights: bool = False,
+        check_isolation: bool = True,
     ) -> None:
         self.root = root
         self.policy = policy
@@ -81,6 +108,8 @@ class Capture:
         self.owners: Owners | None = None
         self.rows = RowCount(batch_first)
         self._anchor = torch.zeros((), requires_grad=True)
+        self._to_probe = check_isolation
+        self._probe: Probe | None = None
         self._handles: list[Any] = []
         self._local = threading.local()
         self._open: _Backward | None = None
@@ -94,22 +123,30 @@ class Capture:
         Raises:
             ValueError: if a layer is captured already, by this object or by another.
         """
-        layers = list(layers_with_parameters(self.root))
-        taken = [path or "(root)" for path, layer, _ in layers if layer in _captured_layers]
-        if taken or self._handles:
-            raise ValueError(
-                f"hooks cannot be added twice: {', '.join(taken[:5]) or 'this model'} is captured already. Use the "
-                "wrapped module you have, or remove its hooks first (remove_hooks, to_standard_module)."
-            )
-        self._handles.append(self.root.register_forward_pre_hook(self._enter_root, with_kwargs=True))
-        for path, layer, slots in layers:
+        refuse_if_captured(self.root)
+        if self._handles:
+            raise ValueError("hooks cannot be added twice: call detach() first")
+        # functions of their own, not bound methods: a deep copy of the model must not copy this object
+        copied_from = weakref.ref(self.root)
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if module is copied_from():
+                self.rows.enter(args, kwargs)
+
+        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if module is copied_from():
+                self._check_isolation(output)
+                self.rows.leave()
+
+        self._handles.append(self.root.register_forward_pre_hook(enter, with_kwargs=True))
+        for path, layer, slots in list(layers_with_parameters(self.root)):
             _captured_layers.add(layer)
             before, after = self._layer_hooks(path, layer, slots)
             self._handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
             self._handles.append(
                 layer.register_forward_hook(after, prepend=True, with_kwargs=True, always_call=True)
             )
-        self._handles.append(self.root.register_forward_hook(self._leave_root, always_call=True))
+        self._handles.append(self.root.register_forward_hook(leave, always_call=True))
 
     def detach(self) -> None:
         """Remove the hooks."""
@@ -132,17 +169,31 @@ class Capture:
         finally:
             self._local.paused = before
 
-    def _enter_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.rows.enter(args, kwargs)
-
-    def _leave_root(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.rows.leave()
+    def _check_isolation(self, output: Any) -> None:
+        rows = self.rows.expected
+        if not self._to_probe or not self.rows.outermost or not torch.is_grad_enabled() or output is None:
+            return
+        if not self.enabled or rows is None or rows < 2 or not can_probe(self.root):
+            return
+        probe = Probe(
+            rows, self.owners, partial(batch_dim, batch_first=self.batch_first, rows=frozenset({rows}))
+        )
+        self._probe = probe
+        try:
+            self._to_probe = not probe.run(output, self._anchor)
+        except PerSampleGradientError:
+            self.rows.leave()
+            raise
+        finally:
+            self._probe = None
 
     def _layer_hooks(
         self, path: str, hooked: nn.Module, slots: list[Slot]
     ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        stack: list[tuple[tuple[str, ...], list[nn.Parameter]]] = []
-        original = weakref.ref(hooked)  # a deep copy of the layer carries this hook too, but not its parameters
+        stack: list[tuple[tuple[str, ...], list[nn.Parameter], list[tuple[Tensor, int]]]] = []
+        original = weakref.ref(
+            hooked
+        )  # a deep copy of the layer carries this hook too, but not its parameters
 
         def before(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             names: list[str] = []
@@ -156,7 +207,8 @@ class Capture:
                         names.append(slot.name)
                         if self.detach_weights:
                             switched_off.append(parameter)
-            stack.append((tuple(names), switched_off))
+            seen = _versions(args, kwargs) if names and torch.is_grad_enabled() else []
+            stack.append((tuple(names), switched_off, seen))
             for parameter in switched_off:
                 parameter.requires_grad_(False)
             if names and isinstance(layer, nn.Embedding):
@@ -166,11 +218,19 @@ class Capture:
         def after(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             if not stack:  # another hook raised before ours ran
                 return None
-            names, switched_off = stack.pop()
+            names, switched_off, seen = stack.pop()
             for parameter in switched_off:
                 parameter.requires_grad_(True)
             if not names or output is None or not torch.is_grad_enabled():
                 return None
+            if any(tensor._version != version for tensor, version in seen):
+                raise PerSampleGradientError(
+                    "per-sample gradients cannot be computed",
+                    [
+                        f"{path or '(root)'} ({type(layer).__name__}) changes its own input in place, so that what it "
+                        "computed from is lost. Let it work on a copy."
+                    ],
+                )
             return self._tap(path, layer, slots, names, args, kwargs, output)
 
         return before, after
@@ -196,7 +256,8 @@ class Capture:
         )
         if not differentiable:
             return None
-        call = _Call(self, path, layer, slots, names, structure, differentiable, self.rows.allowed)
+        allowed = bags_of(layer, args, kwargs, self.rows.allowed)
+        call = _Call(self, path, layer, slots, names, structure, differentiable, allowed)
         saved = []
         for leaf in inputs:
             if isinstance(leaf, Tensor):
@@ -219,9 +280,14 @@ class Capture:
         A call inside a backward is a recomputation (checkpointing); noting it here, before a nested
         backward starts, ties the batch to the outermost backward.
         """
-        inside = torch._C._current_graph_task_id() != -1
-        if inside:
-            self._ensure_open()
+        if self._probe is not None:
+            return
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            backward = self._ensure_open()
+            # reentrant checkpointing builds new calls each time: its own node is what was used before
+            if node.metadata.setdefault(_SPENT, backward) is not backward:
+                raise _used_twice("a checkpointed part of the model")
         elif self._open is not None:
             with self._lock:
                 self._open = None
@@ -244,19 +310,24 @@ class Capture:
                     self.policy.end()
 
     def _deliver(self, call: _Call, saved: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        if self._probe is not None:
+            self._probe.look(call.where, self._batch_first(call, grads))
+            return
+        if not self.attached:
+            return
         if torch.is_grad_enabled():
             raise PerSampleGradientError(
                 "per-sample gradients cannot be captured",
-                [f"{call.where}: a backward with create_graph=True (double backward) was run through it. "
-                 "Compute gradient penalties outside the private model, or with functorch transforms."],
+                [
+                    f"{call.where}: a backward with create_graph=True (double backward) was run through it. "
+                    "Compute gradient penalties outside the private model, or with functorch transforms."
+                ],
             )
+        if not self._trains_now(call):
+            return
         backward = self._ensure_open()
         if call.spent_by is not None and call.spent_by is not backward:
-            raise PerSampleGradientError(
-                "the same forward was used by two backward passes",
-                [f"{call.where}: its samples were captured already; clipping them twice would double their "
-                 "influence. Add the losses and call backward once, or run forward again."],
-            )
+            raise _used_twice(call.where)
         call.spent_by = backward
         device_type = grads[0].device.type
         quiet = (
@@ -268,33 +339,77 @@ class Capture:
             captured = self._assemble(call, saved, grads, backward)
             self.policy.receive(call.path, call.slots, captured)
 
+    def _trains_now(self, call: _Call) -> bool:
+        """False in `torch.autograd.grad(loss, inputs)`: gradients of inputs (adversarial examples) train nothing."""
+        leaves = [self._anchor, *(slot.parameter for slot in call.slots if slot.name in call.names)]
+        return any(_is_wanted(leaf) for leaf in leaves if leaf is not None and leaf.requires_grad)
+
+    def _batch_first(self, call: _Call, tensors: Sequence[Tensor]) -> list[Tensor]:
+        dim_of = self._batch_dim_of(call)
+        return [tensor.transpose(0, dim_of(tensor)) if tensor.dim() else tensor for tensor in tensors]
+
+    def _batch_dim_of(self, call: _Call) -> Callable[[Tensor], int]:
+        # an RNN cell's rows, a convolution's batch: dim 0 whatever the model's layout
+        if getattr(call.layer, "max_batch_len", None) is not None or first_dim_is_batch(call.layer):
+            return _first
+        return partial(batch_dim, batch_first=self.batch_first, rows=call.rows_allowed or frozenset())
+
     def _assemble(
         self, call: _Call, saved: Sequence[Tensor], grads: Sequence[Tensor], backward: _Backward
     ) -> Captured:
-        # Accelerate moves inputs inside the patched forward, after hooks saw them: meet on the backprops' device.
-        device = grads[0].device
         tensors = iter(saved)
-        leaves = [next(tensors).to(device) if leaf is _TENSOR else leaf for leaf in call.leaves]
+        leaves = [next(tensors) if leaf is _TENSOR else leaf for leaf in call.leaves]
+        outputs = self._batch_first(call, grads)
         padded_to = getattr(call.layer, "max_batch_len", None)
-        if padded_to is not None:  # an RNN cell: rows are dim 0 whatever the model's layout
+        if padded_to is not None:
             leaves = [pad_rows(leaf, padded_to) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            outputs = [pad_rows(grad, padded_to) for grad in grads]
-            dim_of: Callable[[Tensor], int] = _first
-        else:
-            dim_of = partial(batch_dim, batch_first=self.batch_first, rows=call.rows_allowed or frozenset())
-            outputs = [grad.transpose(0, dim_of(grad)) if grad.dim() else grad for grad in grads]
+            outputs = [pad_rows(grad, padded_to) for grad in outputs]
         args, kwargs = tree_unflatten(leaves, call.structure)
         owners = backward.agree(call.where, outputs, call.rows_allowed, self.owners)
         if self.loss_reduction == "mean":
             outputs = [grad * owners.n_samples for grad in outputs]
-        return Captured(call.layer, call.names, args, kwargs, outputs, owners, dim_of, call.differentiable)
+        return Captured(
+            call.layer,
+            call.names,
+            args,
+            kwargs,
+            outputs,
+            owners,
+            self._batch_dim_of(call),
+            call.differentiable,
+        )
 
 
 def _first(tensor: Tensor) -> int:
     return 0
 
 
+def _versions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Tensor, int]]:
+    leaves = tree_flatten((args, kwargs))[0]
+    return [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+
+
+def _is_wanted(leaf: Tensor) -> bool:
+    """Whether the running backward forms `leaf`'s gradient (where `leaf` is part of its graph)."""
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # its way to say that torch.autograd.grad was asked for this very leaf
+        return True
+
+
+def _used_twice(where: str) -> PerSampleGradientError:
+    return PerSampleGradientError(
+        "the same forward was used by two backward passes",
+        [
+            f"{where}: its samples were captured already; clipping them twice would double their influence. Add the "
+            "losses and call backward once, or run forward again."
+        ],
+    )
+
+
 _TENSOR = object()
+_SPENT = "opacus: captured in"
 
 
 class _Call:

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from opacus.errors import PerSampleGradientError
+
 __all__ = ["Captured", "Owners", "bind"]
 
 
@@ -49,7 +51,7 @@ class Captured:
     Attributes:
         layer: the module that was called.
         names: the parameters that trained in this call, as dotted names relative to `layer`.
-        args, kwargs: what the call was given, as given; tensors are detached, on the backprops' device.
+        args, kwargs: what the call was given, as given, tensors detached.
         outputs: gradient of the loss with respect to each differentiable output, batch first, scaled so
             that row i is the gradient of sample i's own loss (a mean over the batch is undone).
         owners: rows to samples.
@@ -72,7 +74,9 @@ class Captured:
     def backprops(self) -> Tensor:
         """Gradient with respect to the layer's one output, `[R, ...]`."""
         if len(self.outputs) != 1:
-            raise ValueError(f"{type(self.layer).__name__} has {len(self.outputs)} outputs; its rule expects one")
+            raise ValueError(
+                f"{type(self.layer).__name__} has {len(self.outputs)} outputs; its rule expects one"
+            )
         return self.outputs[0]
 
     @property
@@ -82,14 +86,37 @@ class Captured:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Inputs bound to the names of `layer.forward`'s signature, tensors batch first."""
+        """Inputs bound to the names of `layer.forward`'s signature; tensors batch first, on the backprops' device.
+
+        Accelerate moves inputs inside the patched forward, after hooks saw them.
+        """
         if self._bound is None:
             bound = bind(self.layer, self.args, self.kwargs)
             self._bound = {
-                name: self.batch_first(value) if isinstance(value, Tensor) else value
+                name: self._brought(value) if isinstance(value, Tensor) else value
                 for name, value in bound.items()
             }
         return self._bound
+
+    def batched(self, dims: int, exactly: bool = False) -> Tensor:
+        """The first input, which has to have `dims` dims (at least, or exactly) for one of them to be the batch.
+
+        Raises:
+            PerSampleGradientError: it has fewer: torch takes it as one unbatched sample.
+        """
+        x = self.inputs[0]
+        if x.dim() < dims or (exactly and x.dim() != dims):
+            raise PerSampleGradientError(
+                "samples cannot be told apart",
+                [
+                    f"{type(self.layer).__name__} was called with an input of shape {tuple(x.shape)}, which has no batch "
+                    "dimension: pass [B, ...]."
+                ],
+            )
+        return x
+
+    def _brought(self, tensor: Tensor) -> Tensor:
+        return self.batch_first(tensor).to(self.outputs[0].device)
 
     def batch_first(self, tensor: Tensor) -> Tensor:
         """`tensor` with its batch dimension in front (a view)."""

@@ -13,17 +13,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from opacus.errors import PerSampleGradientError
 from opacus.grad_sample.captured import Captured
 from opacus.grad_sample.interface import by_parameter
 from opacus.grad_sample.rules import MatrixProduct, register
 
-__all__ = ["pairs", "transposed_pairs", "unfold_patches", "compute_conv_grad_sample", "convolution2d_backward_as_a_convolution"]
+__all__ = [
+    "compute_conv_grad_sample",
+    "convolution2d_backward_as_a_convolution",
+    "pairs",
+    "transposed_pairs",
+    "unfold_patches",
+]
 
 _Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
-def unfold_patches(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
+def unfold_patches(
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> Tensor:
     """Patches under each output position: `[R, C, *L]` to a view `[R, C, *out, *kernel]`."""
     dims = len(kernel)
     for i in range(dims):
@@ -59,14 +66,20 @@ def pairs(captured: Captured) -> tuple[Tensor, Tensor]:
 def transposed_pairs(captured: Captured) -> tuple[Tensor, Tensor]:
     """`(a_RKTD, g_RKTP)` of a transposed convolution: the roles of input and backprops exchanged."""
     layer = captured.layer
-    x, g = _batched(captured), captured.backprops
+    return _matrices(layer, _reached(layer, _batched(captured), captured.backprops), _batched(captured))
+
+
+def _reached(layer: _Conv, x: Tensor, g: Tensor) -> Tensor:
+    """Backprops of a transposed convolution, padded, without the positions that no kernel element reaches.
+
+    `output_padding` adds such positions at the end.
+    """
     sides = [side for i in reversed(range(len(layer.kernel_size))) for side in [layer.padding[i]] * 2]
-    patches_of, positions = F.pad(g, sides), x.shape[2:]
-    # output_padding may add positions that no kernel element reaches
-    for i, size in enumerate(positions):
+    g = F.pad(g, sides)
+    for i, size in enumerate(x.shape[2:]):
         needed = layer.stride[i] * (size - 1) + layer.dilation[i] * (layer.kernel_size[i] - 1) + 1
-        patches_of = patches_of.narrow(2 + i, 0, needed)
-    return _matrices(layer, patches_of, x)
+        g = g.narrow(2 + i, 0, needed)
+    return g
 
 
 def _matrices(layer: _Conv, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,7 +110,8 @@ def weight_rows(captured: Captured) -> Tensor:
 
 def transposed_weight_rows(captured: Captured) -> Tensor:
     """Weight gradient of each row of a transposed convolution, `[R, *weight.shape]`."""
-    return _grouped(captured.layer, captured.backprops, _batched(captured), captured.layer.padding)
+    layer, x = captured.layer, _batched(captured)
+    return _grouped(layer, _reached(layer, x, captured.backprops), x, 0)
 
 
 def _grouped(layer: _Conv, x: Tensor, g: Tensor, padding: int | tuple[int, ...]) -> Tensor:
@@ -119,18 +133,15 @@ def _grouped(layer: _Conv, x: Tensor, g: Tensor, padding: int | tuple[int, ...])
     return grad.view(rows, *shape)
 
 
-_WEIGHT_GRAD = {1: torch.nn.grad.conv1d_weight, 2: torch.nn.grad.conv2d_weight, 3: torch.nn.grad.conv3d_weight}
+_WEIGHT_GRAD = {
+    1: torch.nn.grad.conv1d_weight,
+    2: torch.nn.grad.conv2d_weight,
+    3: torch.nn.grad.conv3d_weight,
+}
 
 
 def _batched(captured: Captured) -> Tensor:
-    x = captured.inputs[0]
-    if x.dim() != 2 + len(captured.layer.kernel_size):
-        raise PerSampleGradientError(
-            "samples cannot be told apart",
-            [f"{type(captured.layer).__name__} was called with an input of shape {tuple(x.shape)}, which has no "
-             "batch dimension: pass [B, C, ...]."],
-        )
-    return x
+    return captured.batched(2 + len(captured.layer.kernel_size), exactly=True)
 
 
 CONV = MatrixProduct(pairs, weight_rows)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from opacus.errors import PerSampleGradientError
 from opacus.grad_sample.captured import Captured
 from opacus.grad_sample.interface import by_parameter, norms_by_parameter
 from opacus.grad_sample.rules import compute_dtype, register
@@ -23,6 +24,8 @@ __all__ = [
     "compute_embedding_norm_sample",
     "compute_embeddingbag_gradsampler",
     "looked_up",
+    "mixing_options",
+    "refuse_mixing",
     "segment_sq_norm",
 ]
 
@@ -41,7 +44,7 @@ class LookedUp:
         """`[n_rows, V, D]`."""
         flat = self.g_ND.new_zeros(n_rows * n_entries, self.g_ND.shape[-1])
         flat.index_add_(0, self.rows_N * n_entries + self.ids_N, self.g_ND)
-        return flat.view(n_rows, n_entries, -1)
+        return flat.view(n_rows, n_entries, self.g_ND.shape[-1])
 
 
 def segment_sq_norm(looked: LookedUp, n_samples: int, n_entries: int) -> Tensor:
@@ -89,9 +92,34 @@ class LookupRule:
         return looked
 
 
+def mixing_options(layer: nn.Module) -> list[str]:
+    """Options of an embedding under which one sample's ids change what the others' gradients are."""
+    if not isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
+        return []
+    return [name for name in ("max_norm", "scale_grad_by_freq") if getattr(layer, name)]
+
+
+def refuse_mixing(layer: nn.Module) -> None:
+    """Raise for an embedding that rescales entries or gradients by what the whole batch looked up.
+
+    Raises:
+        PerSampleGradientError: naming the options.
+    """
+    options = mixing_options(layer)
+    if options:
+        raise PerSampleGradientError(
+            "per-sample gradients do not exist",
+            [
+                f"{type(layer).__name__}({', '.join(f'{name}={getattr(layer, name)}' for name in options)}) lets the whole "
+                "batch's ids decide: build it without."
+            ],
+        )
+
+
 def looked_up(captured: Captured) -> LookedUp:
     """An `nn.Embedding` call: ids of any shape and strides; `padding_idx` takes nothing."""
-    ids, g = captured.inputs[0], captured.backprops
+    refuse_mixing(captured.layer)
+    ids, g = captured.batched(1), captured.backprops
     rows = torch.arange(ids.shape[0], device=ids.device)
     rows = rows.view(-1, *[1] * (ids.dim() - 1)).expand_as(ids)
     g_ND = g.reshape(-1, g.shape[-1])

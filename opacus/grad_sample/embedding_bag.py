@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from opacus.grad_sample.captured import Captured
-from opacus.grad_sample.embedding import LookedUp, LookupRule
+from opacus.grad_sample.embedding import LookedUp, LookupRule, refuse_mixing
 from opacus.grad_sample.rules import register
 
 __all__ = ["EMBEDDING_BAG", "bags"]
@@ -19,6 +19,7 @@ __all__ = ["EMBEDDING_BAG", "bags"]
 def bags(captured: Captured) -> LookedUp:
     """Flatten one call to the entries that received a gradient."""
     layer, g_BD = captured.layer, captured.backprops
+    refuse_mixing(layer)
     ids_N, bag_N = _entries(captured, g_BD.shape[0])
     counted_N = torch.ones_like(ids_N, dtype=g_BD.dtype)
     if layer.padding_idx is not None:
@@ -41,13 +42,17 @@ def _entries(captured: Captured, n_bags: int) -> tuple[Tensor, Tensor]:
     if ids.dim() == 2:
         bag = torch.arange(ids.shape[0], device=ids.device)[:, None].expand_as(ids)
         return ids.reshape(-1).long(), bag.reshape(-1)
-    starts_B = captured.arguments["offsets"].long()[:n_bags]  # the last entry may be the end (include_last_offset)
+    starts_B = captured.arguments["offsets"].long()[
+        :n_bags
+    ]  # the last entry may be the end (include_last_offset)
     position_N = torch.arange(ids.shape[0], device=ids.device)
     # the last bag that starts at or before the position: empty bags share their start with the next one
     return ids.long(), torch.searchsorted(starts_B.contiguous(), position_N, right=True) - 1
 
 
-def _largest(layer: nn.EmbeddingBag, ids_N: Tensor, bag_N: Tensor, counted_N: Tensor, g_BD: Tensor) -> LookedUp:
+def _largest(
+    layer: nn.EmbeddingBag, ids_N: Tensor, bag_N: Tensor, counted_N: Tensor, g_BD: Tensor
+) -> LookedUp:
     """mode="max": coordinate d of a bag goes to the first of its entries whose d-th value is the largest."""
     lowest = torch.finfo(layer.weight.dtype).min
     value_ND = layer.weight.detach()[ids_N].masked_fill(counted_N[:, None] == 0, lowest)

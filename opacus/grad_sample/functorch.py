@@ -8,12 +8,13 @@ numbers cannot be repeated exactly, so it is refused.
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from opacus.errors import PerSampleGradientError
 from opacus.grad_sample.captured import Captured
@@ -23,6 +24,8 @@ __all__ = ["FUNCTORCH", "functorch_rows"]
 
 logger = logging.getLogger(__name__)
 _told: set[type[nn.Module]] = set()
+# arguments of a layer that once did not have one row per sample: they never do, even where a size happens to match
+_shared: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
 
 def functorch_rows(captured: Captured) -> dict[str, Tensor]:
@@ -30,20 +33,27 @@ def functorch_rows(captured: Captured) -> dict[str, Tensor]:
     layer = captured.layer
     own = dict(layer.named_parameters())
     parameters = {name: own[name].detach() for name in captured.names}
-    leaves, structure = tree_flatten((captured.args, dict(captured.kwargs)))
+    named, structure = tree_flatten_with_path((captured.args, dict(captured.kwargs)))
+    leaves = [leaf for _, leaf in named]
+    shared = _shared.setdefault(layer, set())
     rows = captured.owners.n_rows
     tensors, dims = [], []
-    for leaf in leaves:
+    for where, leaf in named:
         if isinstance(leaf, Tensor):
             dim = captured.batch_dim_of(leaf)
-            batched = leaf.dim() > dim and leaf.shape[dim] == rows
+            size = leaf.shape[dim] if leaf.dim() > dim else 0
+            if size not in (1, rows):
+                shared.add(keystr(where))
+            batched = leaf.dim() > dim and size == rows and keystr(where) not in shared
             tensors.append(leaf.transpose(0, dim) if batched and dim else leaf)
             dims.append(dim if batched else None)
     if rows and not any(dim is not None for dim in dims):
         raise PerSampleGradientError(
             "samples cannot be told apart",
-            [f"{type(layer).__name__}: none of its inputs has one row per sample ({rows}); its parameters "
-             f"{', '.join(captured.names)} act on the batch as a whole."],
+            [
+                f"{type(layer).__name__}: none of its inputs has one row per sample ({rows}); its parameters "
+                f"{', '.join(captured.names)} act on the batch as a whole."
+            ],
         )
     if rows == 0:
         return {name: p.new_zeros(0, *p.shape) for name, p in parameters.items()}
@@ -56,7 +66,8 @@ def functorch_rows(captured: Captured) -> dict[str, Tensor]:
         args, kwargs = tree_unflatten(
             [next(supply) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
         )
-        output = functional_call(layer, parameters, args, kwargs, tie_weights=False)
+        named_parameters = {f"layer.{name}": p for name, p in parameters.items()}
+        output = functional_call(_ForwardOnly(layer), named_parameters, args, kwargs, tie_weights=False)
         outputs = tree_flatten(output)[0]
         total = None
         for index, g in zip(captured.output_index, gs, strict=True):
@@ -84,8 +95,23 @@ def functorch_rows(captured: Captured) -> dict[str, Tensor]:
     return _row_by_row(one_row, parameters, tensors, dims, captured)
 
 
+class _ForwardOnly(nn.Module):
+    """A layer without its hooks: those before it have seen the captured inputs, those after come after the backprops."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.layer.forward(*args, **kwargs)
+
+
 def _row_by_row(
-    one_row: Any, parameters: dict[str, Tensor], tensors: list[Tensor], dims: list[int | None], captured: Captured
+    one_row: Any,
+    parameters: dict[str, Tensor],
+    tensors: list[Tensor],
+    dims: list[int | None],
+    captured: Captured,
 ) -> dict[str, Tensor]:
     found: dict[str, list[Tensor]] = {name: [] for name in parameters}
     device = captured.outputs[0].device
@@ -97,7 +123,7 @@ def _row_by_row(
             value = one_row(leaves, inputs, [g[row] for g in captured.outputs])
             grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
         for (name, p), g in zip(parameters.items(), grads, strict=True):
-            found[name].append(torch.zeros_like(p) if g is None else g)
+            found[name].append(torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g)
     if not torch.equal(state, _random_state(device)):
         raise _random(captured.layer)
     return {name: torch.stack(rows) for name, rows in found.items()}
@@ -112,8 +138,10 @@ def _random_state(device: torch.device) -> Tensor:
 def _random(layer: nn.Module) -> PerSampleGradientError:
     return PerSampleGradientError(
         "per-sample gradients cannot be computed",
-        [f"{type(layer).__name__} owns parameters and draws random numbers in the same forward (dropout?), so that its "
-         "forward cannot be repeated per sample. Move the parameters or the random part into a layer of its own."],
+        [
+            f"{type(layer).__name__} owns parameters and draws random numbers in the same forward (dropout?), so that its "
+            "forward cannot be repeated per sample. Move the parameters or the random part into a layer of its own."
+        ],
     )
 
 

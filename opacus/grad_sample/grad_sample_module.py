@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from opacus.errors import ConfigurationError
 from opacus.grad_sample.accumulate import create_or_accumulate_grad_sample, promote_current_grad_sample
-from opacus.grad_sample.capture import Capture
+from opacus.grad_sample.capture import Capture, refuse_if_captured
 from opacus.grad_sample.captured import Captured, Owners
+from opacus.grad_sample.embedding import mixing_options
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
 from opacus.grad_sample.instantiate import Instantiate
 from opacus.grad_sample.ownership import layers_with_parameters, slots
@@ -68,6 +69,7 @@ class GradSampleHooks(AbstractGradSampleHooks):
     ) -> None:
         check_arguments(m, loss_reduction)
         self.validate(m, strict=strict)
+        refuse_if_captured(m)
         super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction)
         self.force_functorch = force_functorch
         self.strict = strict
@@ -81,7 +83,13 @@ class GradSampleHooks(AbstractGradSampleHooks):
             force_functorch=force_functorch,
             strict=self.strict,
         )
-        capture = Capture(self._module, policy, batch_first=batch_first, loss_reduction=loss_reduction)
+        capture = Capture(
+            self._module,
+            policy,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            check_isolation=self.strict,
+        )
         try:
             capture.attach()
         except ValueError:
@@ -100,7 +108,11 @@ class GradSampleHooks(AbstractGradSampleHooks):
         check_arguments(self._module, loss_reduction)
         if self.capture.attached:
             raise ValueError("hooks cannot be added twice to the same model: call remove_hooks() first")
-        self.batch_first, self.loss_reduction, self.force_functorch = batch_first, loss_reduction, force_functorch
+        self.batch_first, self.loss_reduction, self.force_functorch = (
+            batch_first,
+            loss_reduction,
+            force_functorch,
+        )
         self._start(batch_first, loss_reduction, force_functorch)
 
     def remove_hooks(self) -> None:
@@ -151,10 +163,15 @@ class GradSampleHooks(AbstractGradSampleHooks):
     ) -> None:
         """Form per-sample gradients of the last call kept by `capture_activations_hook`, given its backprops."""
         activations, backprops = self.rearrange_grad_samples(
-            module=module, backprops=forward_output[0].detach(), loss_reduction=loss_reduction, batch_first=batch_first
+            module=module,
+            backprops=forward_output[0].detach(),
+            loss_reduction=loss_reduction,
+            batch_first=batch_first,
         )
         own = slots(module)
-        names = tuple(slot.name for slot in own if slot.parameter is not None and slot.parameter.requires_grad)
+        names = tuple(
+            slot.name for slot in own if slot.parameter is not None and slot.parameter.requires_grad
+        )
         captured = Captured(module, names, tuple(activations), {}, [backprops], Owners(backprops.shape[0]))
         with torch.no_grad(), self.capture.paused():
             self.policy.receive("", own, captured)
@@ -175,7 +192,9 @@ class GradSampleHooks(AbstractGradSampleHooks):
         """
         kept = getattr(module, "activations", None)
         if not kept:
-            raise ValueError(f"no activations were captured for {type(module).__name__}: run its forward first")
+            raise ValueError(
+                f"no activations were captured for {type(module).__name__}: run its forward first"
+            )
         activations = kept.pop()
         if not batch_first and not hasattr(module, "max_batch_len"):
             activations = [a.transpose(0, 1) if a.dim() > 1 else a for a in activations]
@@ -194,7 +213,7 @@ class GradSampleHooks(AbstractGradSampleHooks):
 
     @classmethod
     def validate(cls, module: nn.Module, *, strict: bool = False) -> list[NotImplementedError]:
-        """Find trainable layers whose buffers may carry data from sample to sample (batch normalisation).
+        """Find layers that let samples see each other: buffers of trainable layers, embeddings that rescale.
 
         Args:
             module: the model.
@@ -216,6 +235,14 @@ class GradSampleHooks(AbstractGradSampleHooks):
             for path, layer, own in layers_with_parameters(module)
             if any(True for _ in layer.named_buffers(recurse=False))
             and any(slot.parameter.requires_grad for slot in own if slot.parameter is not None)
+        ]
+        errors += [
+            NotImplementedError(
+                f"{path or '(root)'} ({type(layer).__name__}) has {' and '.join(options)} set, by which the ids of the "
+                "whole batch rescale entries or gradients: build it without."
+            )
+            for path, layer in module.named_modules()
+            if (options := mixing_options(layer))
         ]
         if strict and errors:
             raise NotImplementedError("\n".join(str(error) for error in errors))
@@ -253,6 +280,7 @@ class GradSampleModule(GradSampleHooks, AbstractGradSampleModule):
     ) -> None:
         check_arguments(m, loss_reduction)
         self.validate(m, strict=strict)
+        refuse_if_captured(m)
         AbstractGradSampleModule.__init__(self, m, batch_first=batch_first, loss_reduction=loss_reduction)
         self.training = m.training
         self.force_functorch = force_functorch
@@ -301,11 +329,13 @@ def check_arguments(m: nn.Module, loss_reduction: str) -> None:
     problems = []
     if not isinstance(m, nn.Module):
         problems.append(f"m must be a torch.nn.Module, not {type(m).__name__}.")
-    elif isinstance(m, nn.DataParallel):
-        problems.append(
-            "m is an nn.DataParallel, which copies the model for every forward: its replicas cannot be captured. Pass the "
+    else:
+        problems += [
+            f"{path or 'm'} is an nn.DataParallel, which copies the model for every forward: its replicas cannot be captured. Pass the "
             "module inside it; a model may span several devices without it."
-        )
+            for path, module in m.named_modules()
+            if isinstance(module, nn.DataParallel)
+        ]
     if loss_reduction not in ("mean", "sum"):
         problems.append(f"loss_reduction must be 'mean' or 'sum', not {loss_reduction!r}.")
     if problems:

@@ -5,26 +5,20 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from opacus.errors import PerSampleGradientError
 from opacus.grad_sample.captured import Captured
-from opacus.grad_sample.interface import by_parameter
 from opacus.grad_sample.group_norm import channel_affine_rows
+from opacus.grad_sample.interface import by_parameter
 from opacus.grad_sample.rules import Instantiated, compute_dtype, register
 
-__all__ = ["instance_norm_rows", "compute_instance_norm_grad_sample"]
+__all__ = ["compute_instance_norm_grad_sample", "instance_norm_rows"]
 
 _DIMS = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}
 
 
 def instance_norm_rows(captured: Captured) -> dict[str, Tensor]:
-    layer, x = captured.layer, captured.inputs[0]
-    wanted = next(dims for kind, dims in _DIMS.items() if isinstance(layer, kind))
-    if x.dim() != wanted:
-        raise PerSampleGradientError(
-            "samples cannot be told apart",
-            [f"{type(layer).__name__} was called with an input of shape {tuple(x.shape)}, which has no batch "
-             "dimension: pass [B, C, ...]."],
-        )
+    layer = captured.layer
+    dims = next(dims for kind, dims in _DIMS.items() if isinstance(layer, kind))
+    x = captured.batched(dims, exactly=True)
     x = x.to(compute_dtype(x))
     if layer.training or not layer.track_running_stats:
         x_hat = F.instance_norm(x, eps=layer.eps)
@@ -39,7 +33,9 @@ register(*_DIMS, rule=INSTANCE_NORM)
 
 
 def compute_instance_norm_grad_sample(
-    layer: nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d, activations: list[Tensor], backprops: Tensor
+    layer: nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d,
+    activations: list[Tensor],
+    backprops: Tensor,
 ) -> dict[nn.Parameter, Tensor]:
     """Per-sample gradients of an InstanceNorm, `[B, C]` each.
 

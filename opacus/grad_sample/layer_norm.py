@@ -7,7 +7,6 @@ dbias_i = sum_t g_it: both `[R, D]`, small enough to keep.
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -35,7 +34,8 @@ def affine_rows(captured: Captured, x_hat: Tensor, n_affine: int) -> dict[str, T
 
 
 def layer_norm_rows(captured: Captured) -> dict[str, Tensor]:
-    layer, x = captured.layer, captured.inputs[0]
+    layer = captured.layer
+    x = captured.batched(1 + len(layer.normalized_shape))
     x_hat = F.layer_norm(x.to(compute_dtype(x)), layer.normalized_shape, eps=layer.eps)
     return affine_rows(captured, x_hat, len(layer.normalized_shape))
 

@@ -11,12 +11,12 @@ from opacus.grad_sample.captured import Captured
 from opacus.grad_sample.interface import by_parameter, norms_by_parameter
 from opacus.grad_sample.rules import MatrixProduct, register
 
-__all__ = ["pairs", "compute_linear_grad_sample", "compute_linear_norm_sample"]
+__all__ = ["compute_linear_grad_sample", "compute_linear_norm_sample", "pairs"]
 
 
 def pairs(captured: Captured) -> tuple[Tensor, Tensor]:
     """`(a_R1TD, g_R1TP)`: every dimension between batch and features is a position."""
-    a, g = captured.inputs[0], captured.backprops
+    a, g = captured.batched(2), captured.backprops
     positions = g[..., 0].numel() // max(1, g.shape[0])
     return (
         a.reshape(a.shape[0], 1, positions, a.shape[-1]),

@@ -9,8 +9,6 @@ from torch import nn
 
 __all__ = ["Slot", "layers_with_parameters", "slots"]
 
-_NEVER_CALLED = (nn.ParameterDict, nn.ParameterList)
-
 
 @dataclass(frozen=True)
 class Slot:
@@ -32,15 +30,10 @@ def slots(layer: nn.Module) -> list[Slot]:
     """Parameters that `layer`'s own forward uses: direct ones, and those of containers never called.
 
     A parameter that a child owns too belongs to the child (the deepest owner): in BERT's masked-LM
-    head the parent's `bias` is its decoder's, and only the decoder's call uses it. `ParameterDict` and
-    `ParameterList` children are never called themselves, so their parameters belong to the parent.
+    head the parent's `bias` is its decoder's, and only the decoder's call uses it. Containers without a
+    forward (`ParameterDict`, `ModuleList`) are never called, so what they hold belongs to the parent.
     """
-    below = {
-        id(parameter)
-        for child in layer.children()
-        if not isinstance(child, _NEVER_CALLED)
-        for parameter in child.parameters()
-    }
+    below = {id(parameter) for child in _called_children(layer) for parameter in child.parameters()}
     return [
         slot
         for slot in _direct_slots(layer)
@@ -48,18 +41,30 @@ def slots(layer: nn.Module) -> list[Slot]:
     ]
 
 
+def _never_called(module: nn.Module) -> bool:
+    return type(module).forward is nn.Module.forward and "forward" not in vars(module)
+
+
+def _called_children(layer: nn.Module) -> Iterator[nn.Module]:
+    for child in layer.children():
+        if _never_called(child):
+            yield from _called_children(child)
+        else:
+            yield child
+
+
 def _direct_slots(layer: nn.Module, prefix: str = "") -> Iterator[Slot]:
     for key in layer._parameters:
         yield Slot(prefix + key, layer, key)
     for name, child in layer.named_children():
-        if isinstance(child, _NEVER_CALLED):
+        if _never_called(child):
             yield from _direct_slots(child, f"{prefix}{name}.")
 
 
 def layers_with_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, list[Slot]]]:
     """`(path, layer, slots)` of each module whose own forward uses parameters, root first."""
     for path, layer in root.named_modules():
-        if isinstance(layer, _NEVER_CALLED) and layer is not root:
+        if _never_called(layer) and layer is not root:
             continue
         found = slots(layer)
         if found:

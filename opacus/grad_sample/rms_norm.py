@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -15,10 +14,11 @@ __all__ = ["compute_rms_norm_grad_sample"]
 
 
 def rms_norm_rows(captured: Captured) -> dict[str, Tensor]:
-    layer, x = captured.layer, captured.inputs[0]
-    # eps=None means the machine epsilon of the layer's own dtype, not of the one computed in here
-    eps = torch.finfo(x.dtype).eps if layer.eps is None else layer.eps
-    x_hat = F.rms_norm(x.to(compute_dtype(x)), layer.normalized_shape, eps=eps)
+    layer = captured.layer
+    x = captured.batched(1 + len(layer.normalized_shape))
+    # without eps torch takes the machine epsilon, of which dtype is its own affair: normalise in the layer's dtype
+    wide = x if layer.eps is None else x.to(compute_dtype(x))
+    x_hat = F.rms_norm(wide, layer.normalized_shape, eps=layer.eps).to(compute_dtype(x))
     return affine_rows(captured, x_hat, len(layer.normalized_shape))
 
 

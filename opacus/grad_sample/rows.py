@@ -10,10 +10,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["RowCount", "batch_dim", "expand_position_ids", "pad_rows"]
+__all__ = ["RowCount", "bags_of", "batch_dim", "expand_position_ids", "first_dim_is_batch", "pad_rows"]
+
+# torch itself fixes dimension 0 of their inputs as the batch
+_BATCH_IS_FIRST = (
+    nn.modules.conv._ConvNd,
+    nn.modules.instancenorm._InstanceNorm,
+    nn.GroupNorm,
+    nn.EmbeddingBag,
+)
 
 
 class RowCount:
@@ -33,6 +41,10 @@ class RowCount:
 
     def leave(self) -> None:
         self._depth = max(0, self._depth - 1)
+
+    @property
+    def outermost(self) -> bool:
+        return self._depth == 1
 
     @property
     def _recomputing(self) -> bool:
@@ -78,6 +90,23 @@ def batch_dim(tensor: Tensor, batch_first: bool, rows: frozenset[int]) -> int:
     if zero != one:
         return 0 if zero else 1
     return 0 if tensor.is_floating_point() else 1
+
+
+def first_dim_is_batch(layer: nn.Module) -> bool:
+    """Whether `layer` takes its batch first in any model."""
+    return isinstance(layer, _BATCH_IS_FIRST)
+
+
+def bags_of(
+    layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], rows: frozenset[int] | None
+) -> frozenset[int] | None:
+    """Row counts with that of an EmbeddingBag added whose offsets, one more than bags, are the model's input."""
+    if not rows or not isinstance(layer, nn.EmbeddingBag) or not layer.include_last_offset:
+        return rows
+    offsets = args[1] if len(args) > 1 else kwargs.get("offsets")
+    if isinstance(offsets, Tensor) and offsets.shape[0] in rows:
+        return rows | {offsets.shape[0] - 1}
+    return rows
 
 
 def expand_position_ids(

@@ -190,4 +190,6 @@ def _runs(layer: nn.Module, base: type[nn.Module]) -> bool:
     own = vars(layer).get("forward")
     if own is not None and "_hf_hook" in vars(layer):
         own = vars(layer).get("_old_forward")
-    return type(layer).forward is base.forward if own is None else getattr(own, "__func__", None) is base.forward
+    return (
+        type(layer).forward is base.forward if own is None else getattr(own, "__func__", None) is base.forward
+    )

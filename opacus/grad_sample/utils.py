@@ -13,7 +13,10 @@ from opacus.grad_sample.selection import GRAD_SAMPLERS, GradSampler
 
 __all__ = ["get_gsm_class", "get_hooks_class", "prepare_module", "register_grad_sampler", "wrap_model"]
 
-_MODULES: dict[str, type[AbstractGradSampleModule]] = {"hooks": GradSampleModule, "functorch": GradSampleModule}
+_MODULES: dict[str, type[AbstractGradSampleModule]] = {
+    "hooks": GradSampleModule,
+    "functorch": GradSampleModule,
+}
 _HOOKS: dict[str, type[AbstractGradSampleHooks]] = {"hooks": GradSampleHooks, "functorch": GradSampleHooks}
 
 
