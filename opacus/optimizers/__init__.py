@@ -1,12 +1,26 @@
-"""Private optimizers: clip, accumulate, add noise, scale, step."""
+"""Private optimizers: clip, accumulate, add noise, scale, step. One class for each clipping style."""
 
 from __future__ import annotations
 
+from opacus.optimizers.adaclipoptimizer import AdaClipDPOptimizer
+from opacus.optimizers.automatic import AutomaticDPOptimizer
 from opacus.optimizers.optimizer import DPOptimizer
+from opacus.optimizers.perlayeroptimizer import DPPerLayerOptimizer
 
-__all__ = ["DPOptimizer", "get_optimizer_class"]
+__all__ = [
+    "AdaClipDPOptimizer",
+    "AutomaticDPOptimizer",
+    "DPOptimizer",
+    "DPPerLayerOptimizer",
+    "get_optimizer_class",
+]
 
-_CLASSES: dict[tuple[str, bool], type[DPOptimizer]] = {("flat", False): DPOptimizer}
+_CLASSES: dict[tuple[str, bool], type[DPOptimizer]] = {
+    ("flat", False): DPOptimizer,
+    ("per_layer", False): DPPerLayerOptimizer,
+    ("adaptive", False): AdaClipDPOptimizer,
+    ("automatic", False): AutomaticDPOptimizer,
+}
 
 
 def get_optimizer_class(
@@ -15,7 +29,7 @@ def get_optimizer_class(
     """The optimizer class of a clipping style.
 
     Args:
-        clipping: the style's name.
+        clipping: "flat", "per_layer", "adaptive" or "automatic".
         distributed: whether several processes train together.
         grad_sample_mode: the mode that forms the gradients.
 

@@ -5,7 +5,7 @@ A thin order of small methods; relatives replace one of them. Devices are `opacu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -106,6 +106,7 @@ class DPOptimizer(Optimizer):
         self._noise: NoiseStream | SecureNoise | None = None
         self._step_skip_queue: list[bool] = []
         self._is_last_step_skipped = False
+        self._clipped_to: Any = None
         self._sample_weight_B: Tensor | None = None
         self._nonfinite: Tensor | None = None
         self._unrounded: dict[int, tuple[Tensor, Tensor]] = {}
@@ -221,12 +222,23 @@ class DPOptimizer(Optimizer):
         """
         parameters = self.params
         batches = physical_batches(self, parameters)
+        self._hold_clipping_norm()
         weight_B, self._sample_weight_B = self._sample_weight_B, None
         if weight_B is not None and len(batches) != 1:
             raise ValueError("sample weights belong to one physical batch: step after each backward")
         for batch in batches:
             self._clip_batch(parameters, batch, weight_B)
         mark_spent(batches)
+
+    def _hold_clipping_norm(self) -> None:
+        """Noise is scaled by one C, so all physical batches of a logical batch must have been clipped to it."""
+        if not self._is_last_step_skipped:
+            self._clipped_to = self.max_grad_norm
+        elif self._clipped_to != self.max_grad_norm:
+            raise ValueError(
+                f"max_grad_norm changed from {self._clipped_to} to {self.max_grad_norm} within a logical batch: change it (or "
+                "step its scheduler) after a step that was not skipped"
+            )
 
     def _clip_batch(
         self, parameters: list[nn.Parameter], batch: list[Tensor], weight_B: Tensor | None
@@ -235,18 +247,13 @@ class DPOptimizer(Optimizer):
         if not used:
             used = [(parameters[0], batch[0])]
         placement = Placement(parameters, reduction_device=self.reduction_device)
-        norms: dict[torch.device, list[Tensor]] = {}
-        for p, entry in used:
-            norm_B = torch.linalg.vector_norm(as_rows(entry), dim=1, dtype=sq_norm_dtype(entry))
-            norms.setdefault(p.device, []).append(norm_B)
-        norm_B = total_norms(_one_dtype(norms), placement.reduction_device)
-        self._count_nonfinite(norm_B)
-        if weight_B is not None:
-            weight_B = weight_B.to(placement.reduction_device)
-        factors = FactorCopies(flat_clip_factor(norm_B, self.max_grad_norm, weight_B))
-        for p, entry in used:
+        norms = [
+            torch.linalg.vector_norm(as_rows(entry), dim=1, dtype=sq_norm_dtype(entry)) for _, entry in used
+        ]
+        factors = self.clip_factors([p for p, _ in used], norms, placement.reduction_device, weight_B)
+        for (p, entry), factor_B in zip(used, factors, strict=True):
             dtype = sq_norm_dtype(entry)
-            factor_B = factors.on(p.device, dtype)
+            factor_B = factor_B.to(dtype)
             rows = as_rows(entry).to(dtype)
             if not is_zero(entry):
                 # zero times infinity is no zero: a sample left out must be left out of the product too
@@ -257,6 +264,35 @@ class DPOptimizer(Optimizer):
             if _summed(p) is None:
                 p.summed_grad = torch.zeros_like(p, dtype=sq_norm_dtype(p))  # type: ignore[attr-defined]
 
+    def clip_factors(
+        self,
+        parameters: Sequence[nn.Parameter],
+        norms: Sequence[Tensor],
+        reduction_device: torch.device,
+        weight_B: Tensor | None,
+    ) -> list[Tensor]:
+        """The clipping style: how much of each sample's gradient enters each parameter's sum.
+
+        Args:
+            parameters: those that took part in the batch.
+            norms: for each of them, `[B]` per-sample norms of its own gradient, on its device.
+            reduction_device: where norms of several devices meet.
+            weight_B: sample weights, or None.
+
+        Returns:
+            `[B]` factors for each parameter, on its device.
+        """
+        norm_B = total_norms(_by_device(parameters, norms), reduction_device)
+        self._count_nonfinite(norm_B)
+        if weight_B is not None:
+            weight_B = weight_B.to(reduction_device)
+        copies = FactorCopies(self.factor_of(norm_B, weight_B))
+        return [copies.on(p.device) for p in parameters]
+
+    def factor_of(self, norm_B: Tensor, weight_B: Tensor | None) -> Tensor:
+        """Clip factors `[B]` for per-sample norms `[B]` of the whole gradient."""
+        return flat_clip_factor(norm_B, self.max_grad_norm, weight_B)
+
     def add_noise(self) -> None:
         """Add noise to each parameter's clipped sum, and put the result into `grad`.
 
@@ -264,8 +300,8 @@ class DPOptimizer(Optimizer):
             Every coordinate of the sum receives independent N(0, (noise_multiplier * max_grad_norm)^2) exactly once,
             drawn in at least float32 on the parameter's own device, before the cast to the parameter's dtype.
         """
-        std = self._noise_std()
-        stream = self._noise_stream() if std > 0 else None
+        std = self.noise_std()
+        stream = self.noise_stream() if self.noise_multiplier > 0 else None
         self._unrounded.clear()
         for p in self.params:
             summed = _summed(p)
@@ -274,16 +310,21 @@ class DPOptimizer(Optimizer):
             dtype = sq_norm_dtype(summed)
             if stream is None:
                 noisy = summed.to(dtype, copy=True)
-            else:
+            elif isinstance(std, float):
                 noisy = stream.normal(p.shape, std, p.device, dtype).add_(summed)
+            else:
+                noisy = (
+                    stream.normal(p.shape, 1.0, p.device, dtype).mul_(std.on(p.device, dtype)).add_(summed)
+                )
             p.grad = noisy.to(p.dtype)
             if p.grad is not noisy:  # keep what rounding lost until scale_grad is done
                 self._unrounded[id(p)] = (p.grad, noisy)
 
-    def _noise_std(self) -> float:
+    def noise_std(self) -> float | FactorCopies:
+        """Standard deviation of the noise on the clipped sum; a tensor's copies where only a device knows it."""
         return float(self.noise_multiplier) * float(self.max_grad_norm)
 
-    def _noise_stream(self) -> NoiseStream | SecureNoise:
+    def noise_stream(self) -> NoiseStream | SecureNoise:
         if self._noise is None:
             if self.secure_mode:
                 self._noise = SecureNoise()
@@ -452,13 +493,17 @@ def _summed(p: nn.Parameter) -> Tensor | None:
     return getattr(p, "summed_grad", None)
 
 
-def _one_dtype(norms: dict[torch.device, list[Tensor]]) -> dict[torch.device, list[Tensor]]:
-    """Norms of mixed precision in the widest dtype among them, so that devices can be added."""
+def _by_device(
+    parameters: Sequence[nn.Parameter], norms: Sequence[Tensor]
+) -> dict[torch.device, list[Tensor]]:
+    """Norms by device, in the widest dtype among them, so that devices can be added."""
     dtype = torch.float32
-    for parts in norms.values():
-        for part in parts:
-            dtype = torch.promote_types(dtype, part.dtype)
-    return {device: [part.to(dtype) for part in parts] for device, parts in norms.items()}
+    for norm in norms:
+        dtype = torch.promote_types(dtype, norm.dtype)
+    grouped: dict[torch.device, list[Tensor]] = {}
+    for p, norm in zip(parameters, norms, strict=True):
+        grouped.setdefault(p.device, []).append(norm.to(dtype))
+    return grouped
 
 
 def _evaluates_closure(optimizer: Optimizer) -> bool:

@@ -1,0 +1,112 @@
+"""Per-layer clipping: each parameter has a bound of its own, so nothing crosses devices for clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from opacus.optimizers.arguments import positive_number_problems
+from opacus.optimizers.clipping import flat_clip_factor
+from opacus.optimizers.optimizer import DPOptimizer
+from opacus.optimizers.utils import params
+
+__all__ = ["DPPerLayerOptimizer"]
+
+
+class DPPerLayerOptimizer(DPOptimizer):
+    """`DPOptimizer` that clips the per-sample gradient of each parameter by a bound of its own.
+
+    Args:
+        optimizer: the inner optimizer.
+        noise_multiplier: sigma.
+        max_grad_norm: one bound C_k for each parameter that requires grad, in the optimizer's order; or one number C, shared
+            out evenly (C / sqrt(number of parameters) each).
+        expected_batch_size, loss_reduction, generator, secure_mode, **kwargs: as in `DPOptimizer`.
+
+    Raises:
+        ConfigurationError: naming every argument that cannot be.
+
+    Formal guarantee:
+        Each sample moves the part of parameter k by at most C_k, hence the whole sum by at most C = sqrt(sum_k C_k^2), and
+        noise of standard deviation sigma * C is added to every coordinate: the guarantee of `DPOptimizer` with that C.
+        A sample whose gradient is not finite in one parameter contributes zero there.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        noise_multiplier: float,
+        max_grad_norm: float | list[float],
+        expected_batch_size: int | None,
+        loss_reduction: str = "mean",
+        generator: torch.Generator | None = None,
+        secure_mode: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            optimizer,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,  # type: ignore[arg-type]
+            expected_batch_size=expected_batch_size,
+            loss_reduction=loss_reduction,
+            generator=generator,
+            secure_mode=secure_mode,
+            **kwargs,
+        )
+
+    @classmethod
+    def _max_grad_norm_problems(cls, max_grad_norm: Any, optimizer: Any) -> list[str]:
+        if not isinstance(max_grad_norm, (list, tuple)):
+            return positive_number_problems("max_grad_norm", max_grad_norm)
+        problems = [
+            problem
+            for k, bound in enumerate(max_grad_norm)
+            for problem in positive_number_problems(f"max_grad_norm[{k}]", bound)
+        ]
+        if isinstance(optimizer, Optimizer) and len(max_grad_norm) != len(params(optimizer)):
+            problems.append(
+                f"max_grad_norm has {len(max_grad_norm)} bounds for {len(params(optimizer))} parameters that require grad: "
+                "give one for each, or one number."
+            )
+        return problems
+
+    @property
+    def max_grad_norm(self) -> float:  # type: ignore[override]
+        """C, the bound on a sample's whole gradient: the root of the sum of squared bounds."""
+        return math.sqrt(math.fsum(bound * bound for bound in self.max_grad_norms))
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | Sequence[float]) -> None:
+        """A list sets each bound; a number scales the bounds so that C becomes that number."""
+        if isinstance(value, (list, tuple)):
+            self.max_grad_norms = [float(bound) for bound in value]
+            return
+        earlier = getattr(self, "max_grad_norms", None) or [1.0] * max(1, len(self.params))
+        scale = value / math.sqrt(math.fsum(bound * bound for bound in earlier))
+        self.max_grad_norms = [bound * scale for bound in earlier]
+
+    def clip_factors(
+        self,
+        parameters: Sequence[nn.Parameter],
+        norms: Sequence[Tensor],
+        reduction_device: torch.device,
+        weight_B: Tensor | None,
+    ) -> list[Tensor]:
+        """Factors from each parameter's own norms and bound; computed where the parameter lies."""
+        everything = self.params
+        if len(self.max_grad_norms) != len(everything):
+            raise ValueError(
+                f"max_grad_norm has {len(self.max_grad_norms)} bounds, but {len(everything)} parameters require grad now: set "
+                "max_grad_norm to a list with one for each"
+            )
+        bounds = {id(p): bound for p, bound in zip(everything, self.max_grad_norms, strict=True)}
+        return [
+            flat_clip_factor(norm_B, bounds[id(p)], None if weight_B is None else weight_B.to(p.device))
+            for p, norm_B in zip(parameters, norms, strict=True)
+        ]
