@@ -523,3 +523,21 @@ def test_a_generator_on_an_accelerator_serves_the_loader(num_workers, two_device
     generator.manual_seed(3)
     assert [x.tolist() for (x,) in loader] == first
     assert DPDataLoader.from_data_loader(loader).batch_sampler.generator is generator
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_ranks_loaders_together_show_the_batches_of_one_process(world_size, monkeypatch):
+    data = TensorDataset(torch.arange(30))
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world_size)
+    shares = []
+    for rank in range(world_size):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        loader = DPDataLoader(data, sample_rate=0.1, generator=seeded(2), distributed=True)
+        shares.append([x.tolist() for (x,) in loader])
+    together = [sorted(v for share in batches for v in share) for batches in zip(*shares, strict=True)]
+    assert together == [x.tolist() for (x,) in DPDataLoader(data, sample_rate=0.1, generator=seeded(2))]
+
+
+def test_sampling_over_ranks_without_a_process_group_is_refused_by_name():
+    with pytest.raises(ConfigurationError, match="init_process_group"):
+        DPDataLoader(range(5), sample_rate=0.5, distributed=True)
