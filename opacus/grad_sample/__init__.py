@@ -5,6 +5,8 @@ from torch import nn
 from opacus.grad_sample.accumulate import create_or_accumulate_grad_sample
 from opacus.grad_sample.captured import Captured, Owners
 from opacus.grad_sample.conv import compute_conv_grad_sample
+from opacus.grad_sample.dp_multihead_attention import compute_sequence_bias_grad_sample
+from opacus.grad_sample.dp_rnn import compute_rnn_linear_grad_sample
 from opacus.grad_sample.embedding import (
     compute_embedding_grad_sample,
     compute_embedding_norm_sample,
@@ -14,6 +16,8 @@ from opacus.grad_sample.embedding_bag import EMBEDDING_BAG as _EMBEDDING_BAG  # 
 from opacus.grad_sample.grad_sample_module import GradSampleHooks, GradSampleModule
 from opacus.grad_sample.group_norm import compute_group_norm_grad_sample
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
+from opacus.grad_sample.gsm_exp_weights import GradSampleModuleExpandedWeights
+from opacus.grad_sample.gsm_no_op import GradSampleHooksNoOp, GradSampleModuleNoOp
 from opacus.grad_sample.instance_norm import compute_instance_norm_grad_sample
 from opacus.grad_sample.layer_norm import compute_layer_norm_grad_sample
 from opacus.grad_sample.linear import compute_linear_grad_sample
@@ -26,6 +30,8 @@ from opacus.grad_sample.utils import (
     register_grad_sampler,
     wrap_model,
 )
+from opacus.layers import SequenceBias
+from opacus.layers.dp_rnn import RNNLinear
 
 BUILT_IN.update(
     {
@@ -41,6 +47,8 @@ BUILT_IN.update(
         nn.InstanceNorm1d: compute_instance_norm_grad_sample,
         nn.InstanceNorm2d: compute_instance_norm_grad_sample,
         nn.InstanceNorm3d: compute_instance_norm_grad_sample,
+        RNNLinear: compute_rnn_linear_grad_sample,
+        SequenceBias: compute_sequence_bias_grad_sample,
     }
 )
 GRAD_SAMPLERS.update(BUILT_IN)
@@ -50,7 +58,10 @@ __all__ = [
     "AbstractGradSampleModule",
     "Captured",
     "GradSampleHooks",
+    "GradSampleHooksNoOp",
     "GradSampleModule",
+    "GradSampleModuleExpandedWeights",
+    "GradSampleModuleNoOp",
     "Owners",
     "compute_conv_grad_sample",
     "compute_embedding_grad_sample",
@@ -61,6 +72,8 @@ __all__ = [
     "compute_layer_norm_grad_sample",
     "compute_linear_grad_sample",
     "compute_rms_norm_grad_sample",
+    "compute_rnn_linear_grad_sample",
+    "compute_sequence_bias_grad_sample",
     "create_or_accumulate_grad_sample",
     "get_gsm_class",
     "get_hooks_class",

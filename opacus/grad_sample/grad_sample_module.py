@@ -302,7 +302,9 @@ class GradSampleModule(GradSampleHooks, AbstractGradSampleModule):
             if attached:
                 self.capture.attach()
             self.policy.watch()
-        clone = type(self)(
+        clone = type(self).__new__(type(self))
+        GradSampleModule.__init__(
+            clone,
             module,
             batch_first=self.batch_first,
             loss_reduction=self.loss_reduction,

@@ -9,6 +9,8 @@ from torch import nn
 
 from opacus.grad_sample.grad_sample_module import GradSampleHooks, GradSampleModule
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
+from opacus.grad_sample.gsm_exp_weights import GradSampleModuleExpandedWeights
+from opacus.grad_sample.gsm_no_op import GradSampleHooksNoOp, GradSampleModuleNoOp
 from opacus.grad_sample.selection import GRAD_SAMPLERS, GradSampler
 
 __all__ = ["get_gsm_class", "get_hooks_class", "prepare_module", "register_grad_sampler", "wrap_model"]
@@ -16,8 +18,14 @@ __all__ = ["get_gsm_class", "get_hooks_class", "prepare_module", "register_grad_
 _MODULES: dict[str, type[AbstractGradSampleModule]] = {
     "hooks": GradSampleModule,
     "functorch": GradSampleModule,
+    "ew": GradSampleModuleExpandedWeights,
+    "no_op": GradSampleModuleNoOp,
 }
-_HOOKS: dict[str, type[AbstractGradSampleHooks]] = {"hooks": GradSampleHooks, "functorch": GradSampleHooks}
+_HOOKS: dict[str, type[AbstractGradSampleHooks]] = {
+    "hooks": GradSampleHooks,
+    "functorch": GradSampleHooks,
+    "no_op": GradSampleHooksNoOp,
+}
 
 
 def register_grad_sampler(
