@@ -286,7 +286,7 @@ class Capture:
         if node is not None:
             backward = self._ensure_open()
             # reentrant checkpointing builds new calls each time: its own node is what was used before
-            if node.metadata.setdefault(_SPENT, backward) is not backward:
+            if node.metadata.setdefault(_SPENT, backward) is not backward:  # type: ignore[attr-defined]
                 raise _used_twice("a checkpointed part of the model")
         elif self._open is not None:
             with self._lock:

@@ -60,7 +60,7 @@ class Captured:
             that `outputs` belong to.
     """
 
-    layer: nn.Module
+    layer: Any  # an nn.Module; its attributes are those of its kind
     names: tuple[str, ...]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]

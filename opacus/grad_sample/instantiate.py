@@ -8,7 +8,6 @@ must be autograd's own gradient; a missing or wrong rule is found before a step 
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -60,21 +59,23 @@ class Instantiate:
         self._compared: set[int] = set()
         self._plain: set[int] = set()
         self._rounding: dict[int, Tensor] = {}  # rounding error that a sum of backprops may have, by id
-        self._watched: dict[int, tuple[weakref.ref[Tensor], torch.utils.hooks.RemovableHandle]] = {}
+        self._watched: dict[int, torch.utils.hooks.RemovableHandle] = {}
         self.watch()
 
     def watch(self) -> None:
         """Notice plain gradients of the parameters that train now (and were not watched yet)."""
         for parameter in self.root.parameters():
             known = self._watched.get(id(parameter))
-            if parameter.requires_grad and (known is None or known[0]() is not parameter):
+            # asked of the parameter itself: an id may be another's by now, and a weak reference forbids swapping tensors
+            on_it = known is not None and known.id in (parameter._post_accumulate_grad_hooks or ())
+            if parameter.requires_grad and not on_it:
                 handle = parameter.register_post_accumulate_grad_hook(lambda p: self._plain.add(id(p)))
-                self._watched[id(parameter)] = (weakref.ref(parameter), handle)
+                self._watched[id(parameter)] = handle
                 self._compared.discard(id(parameter))
 
     def close(self) -> None:
         """Take the watching hooks off."""
-        for _, handle in self._watched.values():
+        for handle in self._watched.values():
             handle.remove()
         self._watched.clear()
 
@@ -166,7 +167,9 @@ class Instantiate:
         for name, parameter in self.root.named_parameters():
             current = getattr(parameter, "_current_grad_sample", None)
             key = id(parameter)
-            if current is None or key in self._compared or key not in self._fresh or key not in self._plain:
+            if current is None or parameter.grad is None or key in self._compared:
+                continue
+            if key not in self._fresh or key not in self._plain:
                 continue
             names.append((name, key, _TOLERANCE.get(parameter.dtype, 1e-1)))
             differences.append(_difference(current, parameter.grad, scale, self._rounding[key]))

@@ -15,7 +15,9 @@ __all__ = ["by_parameter", "capture_of", "norms_by_parameter"]
 
 def capture_of(layer: nn.Module, activations: Sequence[Tensor], backprops: Tensor) -> Captured:
     """The call that `activations` and `backprops` (both batch first) describe, row i being sample i."""
-    names = tuple(slot.name for slot in slots(layer) if slot.parameter.requires_grad)
+    names = tuple(
+        slot.name for slot in slots(layer) if slot.parameter is not None and slot.parameter.requires_grad
+    )
     return Captured(layer, names, tuple(activations), {}, [backprops], Owners(backprops.shape[0]))
 
 
@@ -35,4 +37,8 @@ def norms_by_parameter(
 
 
 def _keyed(layer: nn.Module, found: dict[str, Tensor]) -> dict[nn.Parameter, Tensor]:
-    return {slot.parameter: found[slot.name] for slot in slots(layer) if slot.name in found}
+    return {
+        slot.parameter: found[slot.name]
+        for slot in slots(layer)
+        if slot.parameter is not None and slot.name in found
+    }

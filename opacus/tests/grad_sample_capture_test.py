@@ -1,0 +1,286 @@
+"""What capture refuses by name, and that a failure leaves the model able to go on."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from opacus.errors import PerSampleGradientError
+from opacus.grad_sample import GradSampleHooks, GradSampleModule
+from opacus.grad_sample.capture import Capture
+from opacus.tests.per_sample import RuleViews, assert_close, expected, grad_samples, per_sample_loss
+
+
+class Calls(nn.Module):
+    """A model out of a function of itself and its input."""
+
+    def __init__(self, forward, **layers):
+        super().__init__()
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+        self.function = forward
+
+    def forward(self, *args):
+        return self.function(self, *args)
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(4, 4)
+
+
+def broadcast(m: Calls, x_BTD: Tensor) -> Tensor:
+    steps_TD = torch.ones(x_BTD.shape[1:])
+    return m.head(m.lost(steps_TD) + x_BTD)
+
+
+def positions(m: Calls, x_BTD: Tensor) -> Tensor:
+    return m.head(m.lost(torch.arange(x_BTD.shape[1])) + x_BTD)
+
+
+def first_of_one_row(m: Calls, x_BTD: Tensor) -> Tensor:
+    return m.head(m.lost(torch.arange(x_BTD.shape[1])[None])[0] + x_BTD)
+
+
+def folded(m: Calls, x_BTD: Tensor) -> Tensor:
+    return m.head(m.lost(x_BTD.flatten(0, 1)).view_as(x_BTD))
+
+
+def transposed(m: Calls, x_BTD: Tensor) -> Tensor:
+    return m.head(m.lost(x_BTD.transpose(0, 1)).transpose(0, 1))
+
+
+def mixed(m: Calls, x_BTD: Tensor) -> Tensor:
+    h = m.lost(x_BTD)
+    return m.head(h - h.mean(0))
+
+
+def attends_over_the_batch(m: Calls, x_BTD: Tensor) -> Tensor:
+    h_BE = m.lost(x_BTD).flatten(1)
+    return m.head(x_BTD) + (torch.softmax(h_BE @ h_BE.t(), 1) @ h_BE).view_as(x_BTD)
+
+
+LOST = {
+    "broadcast": (broadcast, linear),
+    "positions": (positions, lambda: nn.Embedding(9, 4)),
+    "first of one row": (first_of_one_row, lambda: nn.Embedding(9, 4)),
+    "folded": (folded, linear),
+    "transposed": (transposed, linear),
+    "mixed": (mixed, linear),
+    "attention over the batch": (attends_over_the_batch, linear),
+}
+
+
+@pytest.mark.parametrize("detach", [False, True], ids=["hooks", "policy"])
+@pytest.mark.parametrize("steps", [5, 3], ids=["T > B", "T = B"])
+@pytest.mark.parametrize("how", LOST)
+def test_a_layer_whose_rows_are_not_samples_is_named(how, steps, detach):
+    """Where T happens to be B no shape tells, and summed gradients are right: only the isolation check sees it."""
+    function, make = LOST[how]
+    model = Calls(function, lost=make(), head=linear())
+    capture = None
+    if detach:
+        capture = Capture(model, RuleViews(), detach_weights=True)
+        capture.attach()
+    else:
+        model = GradSampleModule(model)
+    with pytest.raises(PerSampleGradientError, match=r"lost"):
+        model(torch.randn(3, steps, 4)).tanh().mean().backward()
+    if capture is not None:
+        capture.detach()
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_batch_normalisation_without_buffers_is_named_too(affine):
+    norm = nn.BatchNorm1d(4, affine=affine, track_running_stats=False)
+    model = GradSampleModule(nn.Sequential(linear(), norm, linear()))
+    with pytest.raises(PerSampleGradientError, match=r"0 \(Linear\)"):
+        model(torch.randn(5, 4)).sum().backward()
+
+
+OUTSIDE = {
+    "functional": lambda m, x: F.linear(x, m.used.weight) + m.head(x),
+    "functional and called": lambda m, x: F.linear(x, m.used.weight) + m.used(x) + m.head(x),
+    "penalty": lambda m, x: m.head(m.used(x)) + m.used.weight.square().sum(),
+}
+
+
+@pytest.mark.parametrize("how", OUTSIDE)
+def test_a_weight_used_outside_its_layer_is_named(how):
+    model = GradSampleModule(Calls(OUTSIDE[how], used=linear(), head=linear()))
+    with pytest.raises(PerSampleGradientError, match=r"used\.weight"):
+        model(torch.randn(3, 4)).sum().backward()
+
+
+def test_an_output_that_is_no_tensor_is_named():
+    class Box:
+        def __init__(self, value):
+            self.value = value
+
+    class Boxed(nn.Linear):
+        def forward(self, x):
+            return Box(super().forward(x))
+
+    model = GradSampleModule(Calls(lambda m, x: m.head(m.boxed(x).value), boxed=Boxed(4, 4), head=linear()))
+    with pytest.raises(PerSampleGradientError, match=r"boxed\.weight"):
+        model(torch.randn(3, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("rows", [3, 4], ids=["B < features", "B = features"])
+def test_reparametrised_weights_are_named(rows):
+    model = GradSampleModule(nn.Sequential(parametrizations.weight_norm(linear()), linear()))
+    with pytest.raises(PerSampleGradientError, match=r"parametrizations\.weight"):
+        model(torch.randn(rows, 4)).sum().backward()
+
+
+def test_legacy_weight_norm_is_exact_or_named():
+    with pytest.warns(FutureWarning):
+        model = GradSampleModule(nn.Sequential(nn.utils.weight_norm(linear()), linear()))
+    with pytest.raises(PerSampleGradientError, match=r"0\.weight_[gv]"):
+        model(torch.randn(3, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "non-reentrant", "reentrant"])
+def test_a_second_backward_through_one_forward_is_named(reentrant):
+    def forward(m, x):
+        if reentrant is None:
+            return m.layer(x)
+        return checkpoint(m.layer, x, use_reentrant=reentrant)
+
+    model = GradSampleModule(Calls(forward, layer=linear()))
+    loss = model(torch.randn(3, 4, requires_grad=True)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(PerSampleGradientError, match="two backward passes"):
+        loss.backward()
+    assert isinstance(model.layer.weight.grad_sample, Tensor)
+
+
+def test_gradients_of_inputs_train_nothing():
+    """Adversarial examples: the gradient with respect to the input must not count as a backward of the samples."""
+    model = Calls(lambda m, x: m.b(torch.tanh(m.a(x))), a=linear(), b=linear()).double()
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    wrapped = GradSampleModule(model)
+    loss = per_sample_loss(wrapped(x)).mean()
+    (towards,) = torch.autograd.grad(loss, x, retain_graph=True)
+    assert model.a.weight.grad_sample is None
+    loss.backward()
+    harder = (x + towards.sign()).detach()
+    want = expected(model, (x.detach(),), {}, 3)
+    assert_close(grad_samples(model), want, 1e-10)
+    wrapped.zero_grad(set_to_none=True)
+    per_sample_loss(wrapped(harder)).mean().backward()
+    assert_close(grad_samples(model), expected(model, (harder,), {}, 3), 1e-10)
+
+
+@pytest.mark.parametrize("how", ["backward(inputs)", "autograd.grad"])
+def test_gradients_asked_for_by_parameter_are_captured(how):
+    model = linear().double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    want = expected(model, (x,), {}, 3)
+    loss = per_sample_loss(GradSampleModule(model)(x)).mean()
+    if how == "autograd.grad":
+        torch.autograd.grad(loss, list(model.parameters()))
+    else:
+        loss.backward(inputs=list(model.parameters()))
+    assert_close(grad_samples(model), want, 1e-10)
+
+
+def test_a_double_backward_is_named():
+    model = GradSampleModule(Calls(lambda m, x: m.layer(x).tanh(), layer=linear()))
+    x = torch.randn(3, 4, requires_grad=True)
+    with pytest.raises(PerSampleGradientError, match=r"layer \(Linear\).*create_graph"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        raise ArithmeticError("on purpose")
+
+
+def test_a_failed_backward_does_not_spoil_the_next_one():
+    model = Calls(
+        lambda m, x, fail: m.b(Fails.apply(m.a(x)) if fail else m.a(x)), a=linear(), b=linear()
+    ).double()
+    wrapped = GradSampleModule(model)
+    wrapped.forbid_grad_accumulation()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    with pytest.raises(ArithmeticError):
+        wrapped(x, True).sum().backward()
+    wrapped.zero_grad(set_to_none=True)
+    want = expected(model, (x, False), {}, 3)
+    per_sample_loss(wrapped(x, False)).mean().backward()
+    assert_close(grad_samples(model), want, 1e-10)
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_a_failed_forward_gives_the_weights_back(detach):
+    model = nn.Sequential(linear(), linear())
+    capture = Capture(model, RuleViews(), detach_weights=detach)
+    capture.attach()
+    with pytest.raises(RuntimeError):
+        model(torch.randn(3, 5))
+    assert all(p.requires_grad for p in model.parameters())
+    model(torch.randn(3, 4)).sum().backward()
+    assert set(capture.policy.by_name(model)) == {name for name, _ in model.named_parameters()}
+    capture.detach()
+
+
+def test_without_grad_nothing_is_captured():
+    model = GradSampleModule(linear())
+    with torch.no_grad():
+        out = model(torch.randn(3, 4))
+    assert not out.requires_grad
+    model.disable_hooks()
+    assert not model.hooks_enabled
+    model(torch.randn(3, 4)).sum().backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad_sample is None
+    model.enable_hooks()
+    model.zero_grad(set_to_none=True)
+    model(torch.randn(3, 4)).sum().backward()
+    assert model.weight.grad_sample.shape == (3, 4, 4)
+
+
+def test_a_model_with_hooks_can_be_copied_and_the_copy_has_none():
+    model = nn.Sequential(linear(), nn.Tanh(), linear())
+    hooks = GradSampleHooks(model)
+    twin = copy.deepcopy(model)
+    twin(torch.randn(3, 4)).sum().backward()
+    assert all(p.grad_sample is None for p in model.parameters())
+    assert all(getattr(p, "grad_sample", None) is None for p in twin.parameters())
+    model(torch.randn(3, 4)).sum().backward()
+    assert model[0].weight.grad_sample.shape == (3, 4, 4)
+    hooks.cleanup()
+
+
+def test_a_backward_that_meets_no_trainable_layer_is_no_batch():
+    """Frozen, checkpointed layers are called again within it."""
+    model = Calls(lambda m, x: checkpoint(m.frozen, x, use_reentrant=False), frozen=linear(), other=linear())
+    model.frozen.requires_grad_(False)
+    x = torch.randn(3, 4, requires_grad=True)
+    GradSampleModule(model)(x).sum().backward()
+    assert x.grad is not None
+    assert model.other.weight.grad_sample is None
+
+
+def test_a_loss_over_two_batches_of_different_size_is_named():
+    model = GradSampleModule(linear())
+    with pytest.raises(PerSampleGradientError, match=r"root.*\(2, 4\)|root.*\(3, 4\)"):
+        (model(torch.randn(3, 4)).mean() + model(torch.randn(2, 4)).mean()).backward()
+
+
+def test_a_bias_without_effect_is_no_false_alarm():
+    """A bias before a normalisation has the gradient 0: only rounding is left to compare."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model = nn.Sequential(nn.Conv1d(3, 4, 1), nn.InstanceNorm1d(4), nn.Conv1d(4, 2, 1)).to(dtype)
+        GradSampleModule(model)(torch.randn(8, 3, 16, dtype=dtype)).tanh().sum().backward()
