@@ -82,7 +82,7 @@ class Capture:
         policy: receives the captured calls.
         batch_first: whether dimension 0 of inputs is the batch; otherwise dimension 1 of tensors of
             three or more dims (and of integer tensors of two) is.
-        loss_reduction: "mean" multiplies backprops by the number of samples; "sum" takes them as they are.
+        loss_reduction: with "mean", captures say that backprops are to be multiplied by the number of samples.
         detach_weights: let weights take part in the forward detached, so that autograd forms no plain
             weight gradient.
         check_isolation: before the first backward, check that one sample's output reaches no other sample's rows
@@ -170,14 +170,12 @@ class Capture:
             self._local.paused = before
 
     def _check_isolation(self, output: Any) -> None:
-        rows = self.rows.expected
         if not self._to_probe or not self.rows.outermost or not torch.is_grad_enabled() or output is None:
             return
+        rows = self.rows.of_output(output)
         if not self.enabled or rows is None or rows < 2 or not can_probe(self.root):
             return
-        probe = Probe(
-            rows, self.owners, partial(batch_dim, batch_first=self.batch_first, rows=frozenset({rows}))
-        )
+        probe = Probe(rows, self.owners, partial(batch_dim, batch_first=self.batch_first, rows=frozenset({rows})))
         self._probe = probe
         try:
             self._to_probe = not probe.run(output, self._anchor)
@@ -311,7 +309,7 @@ class Capture:
 
     def _deliver(self, call: _Call, saved: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         if self._probe is not None:
-            self._probe.look(call.where, self._batch_first(call, grads))
+            self._probe.look(call.where, self._padded(call, self._batch_first(call, grads)))
             return
         if not self.attached:
             return
@@ -348,6 +346,12 @@ class Capture:
         dim_of = self._batch_dim_of(call)
         return [tensor.transpose(0, dim_of(tensor)) if tensor.dim() else tensor for tensor in tensors]
 
+    def _padded(self, call: _Call, leaves: list[Any]) -> list[Any]:
+        padded_to = getattr(call.layer, "max_batch_len", None)
+        if padded_to is None:
+            return leaves
+        return [pad_rows(leaf, padded_to) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
     def _batch_dim_of(self, call: _Call) -> Callable[[Tensor], int]:
         # an RNN cell's rows, a convolution's batch: dim 0 whatever the model's layout
         if getattr(call.layer, "max_batch_len", None) is not None or first_dim_is_batch(call.layer):
@@ -358,16 +362,10 @@ class Capture:
         self, call: _Call, saved: Sequence[Tensor], grads: Sequence[Tensor], backward: _Backward
     ) -> Captured:
         tensors = iter(saved)
-        leaves = [next(tensors) if leaf is _TENSOR else leaf for leaf in call.leaves]
-        outputs = self._batch_first(call, grads)
-        padded_to = getattr(call.layer, "max_batch_len", None)
-        if padded_to is not None:
-            leaves = [pad_rows(leaf, padded_to) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            outputs = [pad_rows(grad, padded_to) for grad in outputs]
+        leaves = self._padded(call, [next(tensors) if leaf is _TENSOR else leaf for leaf in call.leaves])
+        outputs = self._padded(call, self._batch_first(call, grads))
         args, kwargs = tree_unflatten(leaves, call.structure)
         owners = backward.agree(call.where, outputs, call.rows_allowed, self.owners)
-        if self.loss_reduction == "mean":
-            outputs = [grad * owners.n_samples for grad in outputs]
         return Captured(
             call.layer,
             call.names,
@@ -377,6 +375,7 @@ class Capture:
             owners,
             self._batch_dim_of(call),
             call.differentiable,
+            float(owners.n_samples) if self.loss_reduction == "mean" else 1.0,
         )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -52,8 +52,8 @@ class Captured:
         layer: the module that was called.
         names: the parameters that trained in this call, as dotted names relative to `layer`.
         args, kwargs: what the call was given, as given, tensors detached.
-        outputs: gradient of the loss with respect to each differentiable output, batch first, scaled so
-            that row i is the gradient of sample i's own loss (a mean over the batch is undone).
+        outputs: gradient of the loss with respect to each differentiable output, batch first.
+        scale: what undoes a mean over the batch: row i of `scale * outputs` belongs to sample i's own loss.
         owners: rows to samples.
         batch_dim_of: the batch dimension of an input tensor.
         output_index: for a call with several outputs, the positions (among the output's tensor leaves)
@@ -68,7 +68,14 @@ class Captured:
     owners: Owners
     batch_dim_of: Callable[[Tensor], int] = lambda tensor: 0
     output_index: tuple[int, ...] = (0,)
+    scale: float = 1.0
     _bound: dict[str, Any] | None = field(default=None, repr=False)
+
+    def scaled(self) -> Captured:
+        """The same call with `scale` multiplied into its outputs."""
+        if self.scale == 1.0:
+            return self
+        return replace(self, outputs=[g * self.scale for g in self.outputs], scale=1.0)
 
     @property
     def backprops(self) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from opacus.grad_sample.captured import Captured
 from opacus.grad_sample.interface import by_parameter
-from opacus.grad_sample.rules import MatrixProduct, register
+from opacus.grad_sample.rules import matrix_product, register
 
 __all__ = [
     "compute_conv_grad_sample",
@@ -144,13 +144,28 @@ def _batched(captured: Captured) -> Tensor:
     return captured.batched(2 + len(captured.layer.kernel_size), exactly=True)
 
 
-CONV = MatrixProduct(pairs, weight_rows)
+def sizes(captured: Captured) -> tuple[int, int, int, int]:
+    """`(T, D, P, K)` of a convolution: a position is an output position."""
+    return _sizes(captured.layer, captured.backprops)
+
+
+def transposed_sizes(captured: Captured) -> tuple[int, int, int, int]:
+    """`(T, D, P, K)` of a transposed convolution: a position is an input position."""
+    return _sizes(captured.layer, _batched(captured))
+
+
+def _sizes(layer: _Conv, over: Tensor) -> tuple[int, int, int, int]:
+    weight = layer.weight.shape
+    return over.shape[2:].numel(), weight[1:].numel(), weight[0] // layer.groups, layer.groups
+
+
+CONV = matrix_product(pairs, sizes, weight_rows)
 register(nn.Conv1d, nn.Conv2d, nn.Conv3d, rule=CONV)
 register(
     nn.ConvTranspose1d,
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
-    rule=MatrixProduct(transposed_pairs, transposed_weight_rows),
+    rule=matrix_product(transposed_pairs, transposed_sizes, transposed_weight_rows),
 )
 
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from opacus.grad_sample.captured import Captured
 from opacus.grad_sample.interface import by_parameter
-from opacus.grad_sample.rules import Instantiated, compute_dtype, register
+from opacus.grad_sample.rules import compute_dtype, instantiated, register
 from opacus.layers.dp_multihead_attention import SequenceBias
 
 __all__ = ["compute_sequence_bias_grad_sample"]
@@ -18,7 +18,7 @@ def appended_rows(captured: Captured) -> dict[str, Tensor]:
     return {"bias": g[:, -1].to(compute_dtype(g))} if captured.trains("bias") else {}
 
 
-SEQUENCE_BIAS = Instantiated(appended_rows)
+SEQUENCE_BIAS = instantiated(appended_rows)
 register(SequenceBias, rule=SEQUENCE_BIAS, names=("bias",))
 
 

@@ -1,12 +1,9 @@
 """Embedding: the gradient of row v is the sum of backprops at the positions that looked v up.
 
-Shapes: R rows, B samples, N = R * T looked-up positions, V vocabulary, D width. Norms never form `[B, V, D]`:
-positions are sorted by (sample, id), backprops added per segment, squared segment sums added per sample.
+Shapes: R rows, B samples, N = R * T looked-up positions, V vocabulary, D width.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -14,82 +11,18 @@ from torch import Tensor, nn
 from opacus.errors import PerSampleGradientError
 from opacus.grad_sample.captured import Captured
 from opacus.grad_sample.interface import by_parameter, norms_by_parameter
-from opacus.grad_sample.rules import compute_dtype, register
+from opacus.grad_sample.kept import LookedUp
+from opacus.grad_sample.rules import lookup, register
 
 __all__ = [
     "EMBEDDING",
-    "LookedUp",
-    "LookupRule",
     "compute_embedding_grad_sample",
     "compute_embedding_norm_sample",
     "compute_embeddingbag_gradsampler",
     "looked_up",
     "mixing_options",
     "refuse_mixing",
-    "segment_sq_norm",
 ]
-
-
-class LookedUp:
-    """Which table entries the rows of a call used, flattened: entry `ids[n]` got `g[n]` from `rows[n]`.
-
-    Args:
-        ids_N: `[N]`, int64. rows_N: `[N]`, int64. g_ND: `[N, D]`.
-    """
-
-    def __init__(self, ids_N: Tensor, rows_N: Tensor, g_ND: Tensor) -> None:
-        self.ids_N, self.rows_N, self.g_ND = ids_N, rows_N, g_ND.to(compute_dtype(g_ND))
-
-    def grad_rows(self, n_rows: int, n_entries: int) -> Tensor:
-        """`[n_rows, V, D]`."""
-        flat = self.g_ND.new_zeros(n_rows * n_entries, self.g_ND.shape[-1])
-        flat.index_add_(0, self.rows_N * n_entries + self.ids_N, self.g_ND)
-        return flat.view(n_rows, n_entries, self.g_ND.shape[-1])
-
-
-def segment_sq_norm(looked: LookedUp, n_samples: int, n_entries: int) -> Tensor:
-    """Squared norm of each sample's embedding gradient, `[n_samples]`, without a host sync."""
-    key_N, order = (looked.rows_N * n_entries + looked.ids_N).sort()
-    starts = torch.ones_like(key_N, dtype=torch.bool)
-    starts[1:] = key_N[1:] != key_N[:-1]
-    segment_N = starts.cumsum(0) - 1
-    sums = torch.zeros_like(looked.g_ND).index_add_(0, segment_N, looked.g_ND[order])
-    sample_of_segment = torch.zeros_like(key_N).scatter_(0, segment_N, key_N // n_entries)
-    norms = looked.g_ND.new_zeros(n_samples)
-    return norms.index_add_(0, sample_of_segment, sums.square().sum(1))
-
-
-class LookupRule:
-    """Rule of a layer whose weight is a table; `find` flattens a call into `LookedUp`."""
-
-    def __init__(self, find: Callable[[Captured], LookedUp]) -> None:
-        self.find = find
-
-    def grad_sample(self, captured: Captured) -> dict[str, Tensor]:
-        if not captured.trains("weight"):
-            return {}
-        looked = self._by_sample(captured)
-        return {"weight": looked.grad_rows(captured.owners.n_samples, captured.layer.num_embeddings)}
-
-    def norm_sample(self, captured: Captured) -> dict[str, Tensor]:
-        if not captured.trains("weight"):
-            return {}
-        looked = self._by_sample(captured)
-        return {"weight": segment_sq_norm(looked, captured.owners.n_samples, captured.layer.num_embeddings)}
-
-    def clipped_grad(self, captured: Captured, factor_B: Tensor) -> dict[str, Tensor]:
-        if not captured.trains("weight"):
-            return {}
-        looked = self._by_sample(captured)
-        scaled = looked.g_ND * factor_B.to(looked.g_ND.dtype)[looked.rows_N][:, None]
-        total = scaled.new_zeros(captured.layer.num_embeddings, scaled.shape[-1])
-        return {"weight": total.index_add_(0, looked.ids_N, scaled)}
-
-    def _by_sample(self, captured: Captured) -> LookedUp:
-        looked = self.find(captured)
-        if captured.owners.index_R is not None:
-            looked.rows_N = captured.owners.index_R.to(looked.rows_N.device)[looked.rows_N]
-        return looked
 
 
 def mixing_options(layer: nn.Module) -> list[str]:
@@ -126,10 +59,10 @@ def looked_up(captured: Captured) -> LookedUp:
     ids_N = ids.reshape(-1).long()
     if captured.layer.padding_idx is not None:
         g_ND = g_ND.masked_fill((ids_N == captured.layer.padding_idx)[:, None], 0)
-    return LookedUp(ids_N, rows.reshape(-1), g_ND)
+    return LookedUp(ids_N, rows.reshape(-1), g_ND, rectangular=True)
 
 
-EMBEDDING = LookupRule(looked_up)
+EMBEDDING = lookup(looked_up)
 register(nn.Embedding, rule=EMBEDDING, names=("weight",))
 
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from opacus.grad_sample.captured import Captured
-from opacus.grad_sample.embedding import LookedUp, LookupRule, refuse_mixing
-from opacus.grad_sample.rules import register
+from opacus.grad_sample.embedding import refuse_mixing
+from opacus.grad_sample.kept import LookedUp
+from opacus.grad_sample.rules import lookup, register
 
 __all__ = ["EMBEDDING_BAG", "bags"]
 
@@ -65,5 +66,5 @@ def _largest(
     return LookedUp(ids_N, bag_N, torch.where(position_N1 == first_BD[bag_N], g_BD[bag_N], 0))
 
 
-EMBEDDING_BAG = LookupRule(bags)
+EMBEDDING_BAG = lookup(bags)
 register(nn.EmbeddingBag, rule=EMBEDDING_BAG, names=("weight",))

@@ -18,7 +18,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from opacus.errors import PerSampleGradientError
 from opacus.grad_sample.captured import Captured
-from opacus.grad_sample.rules import Instantiated
+from opacus.grad_sample.rules import instantiated
 
 __all__ = ["FUNCTORCH", "functorch_rows"]
 
@@ -145,4 +145,4 @@ def _random(layer: nn.Module) -> PerSampleGradientError:
     )
 
 
-FUNCTORCH = Instantiated(functorch_rows)
+FUNCTORCH = instantiated(functorch_rows)

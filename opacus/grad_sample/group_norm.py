@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from opacus.grad_sample.captured import Captured
 from opacus.grad_sample.interface import by_parameter
-from opacus.grad_sample.rules import Instantiated, compute_dtype, register
+from opacus.grad_sample.rules import compute_dtype, instantiated, register
 
 __all__ = ["channel_affine_rows", "compute_group_norm_grad_sample"]
 
@@ -38,7 +38,7 @@ def group_norm_rows(captured: Captured) -> dict[str, Tensor]:
     return channel_affine_rows(captured, x_hat)
 
 
-GROUP_NORM = Instantiated(group_norm_rows)
+GROUP_NORM = instantiated(group_norm_rows)
 register(nn.GroupNorm, rule=GROUP_NORM)
 
 

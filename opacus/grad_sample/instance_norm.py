@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from opacus.grad_sample.captured import Captured
 from opacus.grad_sample.group_norm import channel_affine_rows
 from opacus.grad_sample.interface import by_parameter
-from opacus.grad_sample.rules import Instantiated, compute_dtype, register
+from opacus.grad_sample.rules import compute_dtype, instantiated, register
 
 __all__ = ["compute_instance_norm_grad_sample", "instance_norm_rows"]
 
@@ -28,7 +28,7 @@ def instance_norm_rows(captured: Captured) -> dict[str, Tensor]:
     return channel_affine_rows(captured, x_hat)
 
 
-INSTANCE_NORM = Instantiated(instance_norm_rows)
+INSTANCE_NORM = instantiated(instance_norm_rows)
 register(*_DIMS, rule=INSTANCE_NORM)
 
 

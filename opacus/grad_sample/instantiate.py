@@ -84,7 +84,6 @@ class Instantiate:
         self._fresh.clear()
         self._rounding.clear()
         self._forget_current()
-        self.watch()  # layers may have been unfrozen
         if not self.accumulation_allowed() and any(
             getattr(p, "grad_sample", None) is not None for p in self.root.parameters()
         ):
@@ -95,6 +94,7 @@ class Instantiate:
             )
 
     def receive(self, path: str, slots: Sequence[Slot], captured: Captured) -> None:
+        captured = captured.scaled()
         self._n_samples = captured.owners.n_samples
         rule = rule_for(captured.layer, captured.names, force_functorch=self.force_functorch)
         found = rule.grad_sample(captured)
@@ -136,7 +136,9 @@ class Instantiate:
             if getattr(parameter, "_current_grad_sample", None) is None:
                 # unused in this batch: a zero gradient, held as one number
                 zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-                parameter._current_grad_sample = zero.expand(self._n_samples, *parameter.shape)  # type: ignore[attr-defined]
+                absent = zero.expand(self._n_samples, *parameter.shape)
+                absent._stands_for_zero = True  # type: ignore[attr-defined]
+                parameter._current_grad_sample = absent  # type: ignore[attr-defined]
             promote_current_grad_sample(parameter)
         self._forget_current()  # of parameters frozen between forward and backward
 
@@ -160,9 +162,9 @@ class Instantiate:
     def _compare_with_autograd(self) -> list[str]:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return []  # a data-parallel reducer may have averaged `.grad` over ranks already
-        scale = self._n_samples if self.loss_reduction == "mean" else 1
         if not self._n_samples:
             return []
+        scale = self._n_samples if self.loss_reduction == "mean" else 1
         names, differences = [], []
         for name, parameter in self.root.named_parameters():
             current = getattr(parameter, "_current_grad_sample", None)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from opacus.grad_sample.captured import Captured
 from opacus.grad_sample.interface import by_parameter
-from opacus.grad_sample.rules import Instantiated, compute_dtype, register
+from opacus.grad_sample.rules import compute_dtype, instantiated, register
 
 __all__ = ["affine_rows", "compute_layer_norm_grad_sample"]
 
@@ -40,7 +40,7 @@ def layer_norm_rows(captured: Captured) -> dict[str, Tensor]:
     return affine_rows(captured, x_hat, len(layer.normalized_shape))
 
 
-LAYER_NORM = Instantiated(layer_norm_rows)
+LAYER_NORM = instantiated(layer_norm_rows)
 register(nn.LayerNorm, rule=LAYER_NORM)
 
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from opacus.grad_sample.captured import Captured
 from opacus.grad_sample.interface import by_parameter, norms_by_parameter
-from opacus.grad_sample.rules import MatrixProduct, register
+from opacus.grad_sample.rules import matrix_product, register
 
-__all__ = ["compute_linear_grad_sample", "compute_linear_norm_sample", "pairs"]
+__all__ = ["compute_linear_grad_sample", "compute_linear_norm_sample", "pairs", "sizes"]
 
 
 def pairs(captured: Captured) -> tuple[Tensor, Tensor]:
@@ -24,7 +24,13 @@ def pairs(captured: Captured) -> tuple[Tensor, Tensor]:
     )
 
 
-LINEAR = MatrixProduct(pairs)
+def sizes(captured: Captured) -> tuple[int, int, int, int]:
+    """`(T, D, P, K)`."""
+    a, g = captured.inputs[0], captured.backprops
+    return g[..., 0].numel() // max(1, g.shape[0]), a.shape[-1], g.shape[-1], 1
+
+
+LINEAR = matrix_product(pairs, sizes)
 register(nn.Linear, rule=LINEAR)
 
 

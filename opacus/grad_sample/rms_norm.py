@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from opacus.grad_sample.captured import Captured
 from opacus.grad_sample.interface import by_parameter
 from opacus.grad_sample.layer_norm import affine_rows
-from opacus.grad_sample.rules import Instantiated, compute_dtype, register
+from opacus.grad_sample.rules import compute_dtype, instantiated, register
 
 __all__ = ["compute_rms_norm_grad_sample"]
 
@@ -22,7 +22,7 @@ def rms_norm_rows(captured: Captured) -> dict[str, Tensor]:
     return affine_rows(captured, x_hat, len(layer.normalized_shape))
 
 
-RMS_NORM = Instantiated(rms_norm_rows)
+RMS_NORM = instantiated(rms_norm_rows)
 register(nn.RMSNorm, rule=RMS_NORM, names=("weight",))
 
 

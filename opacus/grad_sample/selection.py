@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
 from opacus.grad_sample.captured import Captured
 from opacus.grad_sample.functorch import FUNCTORCH
 from opacus.grad_sample.ownership import slots
-from opacus.grad_sample.rules import Instantiated, Rule, builtin_rule
+from opacus.grad_sample.rules import Rule, builtin_rule, instantiated
 
 __all__ = ["GRAD_SAMPLERS", "GradSampler", "rule_for"]
 
-GradSampler = Callable[[nn.Module, list[Tensor], Tensor], Mapping[nn.Parameter, Tensor]]
+GradSampler = Callable[[Any, list[Tensor], Tensor], Mapping[nn.Parameter, Tensor]]
 
 # The recorded registry: layer class to function. Built-in functions stand here too, so that users can look one up,
 # replace it or delete it; a class that maps to its built-in function takes the built-in rule.
@@ -26,7 +27,7 @@ def rule_for(layer: nn.Module, names: tuple[str, ...], *, force_functorch: bool 
     """The rule for a call of `layer` in which the parameters `names` train."""
     sampler = GRAD_SAMPLERS.get(type(layer))
     if sampler is not None and BUILT_IN.get(type(layer)) is not sampler:
-        return Instantiated(_SampledRows(sampler))
+        return instantiated(_SampledRows(sampler))
     if force_functorch:
         return FUNCTORCH
     return builtin_rule(layer, names) or FUNCTORCH
@@ -44,5 +45,5 @@ class _SampledRows:
         return {
             slot.name: found[slot.parameter]
             for slot in slots(layer)
-            if captured.trains(slot.name) and slot.parameter in found
+            if captured.trains(slot.name) and slot.parameter is not None and slot.parameter in found
         }

@@ -1,0 +1,69 @@
+"""Matrix products of per-sample gradients, with fp32 results whatever the inputs' dtype.
+
+Shapes: B samples, K groups, T positions, D in, P out (both per group).
+
+bf16 and fp16 inputs multiply on tensor cores and accumulate in fp32 where the device can (`out_dtype`); elsewhere they are
+cast first, which gives the same numbers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["gram_sq_norm", "outer_rows", "scaled_product"]
+
+
+def _batched(left: Tensor, right: Tensor) -> Tensor:
+    """`left @ right` over leading dims, at least float32."""
+    if left.dtype != right.dtype:
+        dtype = torch.promote_types(left.dtype, right.dtype)
+        left, right = left.to(dtype), right.to(dtype)
+    if left.dtype not in (torch.bfloat16, torch.float16):
+        return torch.matmul(left, right)
+    if left.device.type != "cuda":
+        return torch.matmul(left.float(), right.float())
+    lead = left.shape[:-2]
+    product = torch.bmm(left.flatten(0, -3), right.flatten(0, -3), out_dtype=torch.float32)
+    return product.unflatten(0, lead)
+
+
+def outer_rows(a_BKTD: Tensor, g_BKTP: Tensor) -> Tensor:
+    """`sum_t g_t a_t^T` for each sample and group: `[B, K, P, D]`, at least float32."""
+    return _batched(g_BKTP.transpose(-1, -2), a_BKTD)
+
+
+def gram_sq_norm(a_BKTD: Tensor, g_BKTP: Tensor) -> Tensor:
+    """Squared norm of `sum_t g_t a_t^T` per sample without forming it: `<a a^T, g g^T>` (Goodfellow, 2015).
+
+    Returns:
+        `[B]`, at least float32, clamped at 0 (rounding may make a sum of products slightly negative).
+    """
+    dtype = torch.promote_types(torch.promote_types(a_BKTD.dtype, g_BKTP.dtype), torch.float32)
+    if a_BKTD.shape[2] == 1:
+        a, g = a_BKTD.to(dtype), g_BKTP.to(dtype)
+        return (a.square().sum(-1) * g.square().sum(-1)).flatten(1).sum(1)
+    aa = _batched(a_BKTD, a_BKTD.transpose(-1, -2))
+    gg = _batched(g_BKTP, g_BKTP.transpose(-1, -2))
+    return torch.linalg.vecdot(aa.flatten(1).to(dtype), gg.flatten(1).to(dtype)).clamp_(min=0)
+
+
+def scaled_product(a_BKTD: Tensor, g_BKTP: Tensor, factor_B: Tensor) -> Tensor:
+    """`sum_i factor_i sum_t g_it a_it^T`: `[K, P, D]`, at least float32.
+
+    The factors scale whichever of the two is smaller.
+    """
+    b, k = a_BKTD.shape[:2]
+    dtype = torch.promote_types(a_BKTD.dtype, g_BKTP.dtype)
+    a, g = a_BKTD.to(dtype), g_BKTP.to(dtype)
+    scale = factor_B.to(dtype).view(b, 1, 1, 1)
+    if a.shape[-1] < g.shape[-1]:
+        a = a * scale
+    else:
+        g = g * scale
+    # [B, K, T, *] -> [K, B T, *]: positions of all samples add up in one product per group
+    if k == 1:
+        a, g = a.reshape(1, -1, a.shape[-1]), g.reshape(1, -1, g.shape[-1])
+    else:
+        a, g = a.transpose(0, 1).flatten(1, 2), g.transpose(0, 1).flatten(1, 2)
+    return _batched(g.transpose(-1, -2), a)
