@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from opacus.errors import ConfigurationError
 from opacus.grad_sample.accumulate import create_or_accumulate_grad_sample, promote_current_grad_sample
+from opacus.grad_sample.book import Book
 from opacus.grad_sample.capture import Capture, refuse_if_captured
 from opacus.grad_sample.captured import Captured, Owners
 from opacus.grad_sample.embedding import mixing_options
@@ -76,18 +77,14 @@ class GradSampleHooks(AbstractGradSampleHooks):
         self._start(batch_first, loss_reduction, force_functorch)
 
     def _start(self, batch_first: bool, loss_reduction: str, force_functorch: bool) -> None:
-        policy = Instantiate(
-            self._module,
-            accumulation_allowed=lambda: self.grad_accumulation_allowed,
-            loss_reduction=loss_reduction,
-            force_functorch=force_functorch,
-            strict=self.strict,
-        )
+        policy = self._make_policy(loss_reduction, force_functorch)
         capture = Capture(
             self._module,
             policy,
             batch_first=batch_first,
             loss_reduction=loss_reduction,
+            detach_weights=isinstance(policy, Book),
+            keeps_attached=policy.keeps_attached if isinstance(policy, Book) else None,
             check_isolation=self.strict,
         )
         try:
@@ -96,6 +93,22 @@ class GradSampleHooks(AbstractGradSampleHooks):
             policy.close()
             raise
         self.policy, self.capture = policy, capture
+        self._watch_forwards()
+
+    def _make_policy(self, loss_reduction: str, force_functorch: bool) -> Instantiate | Book:
+        """What becomes of captured calls in this mode."""
+        return Instantiate(
+            self._module,
+            accumulation_allowed=lambda: self.grad_accumulation_allowed,
+            loss_reduction=loss_reduction,
+            force_functorch=force_functorch,
+            strict=self.strict,
+        )
+
+    def _watch_forwards(self) -> None:
+        """Before each forward, as layers may have been unfrozen, added or replaced since."""
+        policy = self.policy
+        self._watching = self._module.register_forward_pre_hook(lambda module, args: policy.watch())
 
     def add_hooks(
         self, *, loss_reduction: str = "mean", batch_first: bool = True, force_functorch: bool = False
@@ -119,6 +132,7 @@ class GradSampleHooks(AbstractGradSampleHooks):
         """Remove the hooks; `grad_sample` attributes stay (see `cleanup`)."""
         self.capture.detach()
         self.policy.close()
+        self._watching.remove()
 
     @property
     def hooks_enabled(self) -> bool:
@@ -294,14 +308,13 @@ class GradSampleModule(GradSampleHooks, AbstractGradSampleModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> GradSampleModule:
         """A copy with hooks of its own: the original's hooks belong to the original's parameters."""
         attached = self.capture.attached
-        self.capture.detach()
-        self.policy.close()
+        self.remove_hooks()
         try:
             module = copy.deepcopy(self._module, memo)
         finally:
             if attached:
                 self.capture.attach()
-            self.policy.watch()
+                self._watch_forwards()
         clone = type(self).__new__(type(self))
         GradSampleModule.__init__(
             clone,

@@ -81,10 +81,13 @@ class Probe:
     def look(self, where: str, grads: Sequence[Tensor]) -> None:
         """Note whether a call's other rows received anything; NaN does not count (0 * inf)."""
         for grad in grads:
-            if grad.dim() and grad.shape[0] == self.rows:
-                other = self._others(grad.device)
-                received = (grad.flatten(1).abs() > 0).any(1) if grad.dim() > 1 else grad.abs() > 0
-                self._reached.append((where, (received & other).any()))
+            received = (
+                grad.flatten(1).abs().amax(1) > 0 if grad.dim() > 1 and grad.numel() else grad.abs() > 0
+            )
+            rows_are_samples = grad.dim() > 0 and grad.shape[0] == self.rows
+            self._reached.append(
+                (where, (received & self._others(grad.device) if rows_are_samples else received).any())
+            )
 
     def _others(self, device: torch.device) -> Tensor:
         owner = torch.arange(self.rows, device=device)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves
 
 __all__ = ["RowCount", "bags_of", "batch_dim", "expand_position_ids", "first_dim_is_batch", "pad_rows"]
 
@@ -41,6 +42,15 @@ class RowCount:
 
     def leave(self) -> None:
         self._depth = max(0, self._depth - 1)
+
+    def of_output(self, output: Any) -> int | None:
+        """The number of rows, told by the model's output where its inputs leave a choice (a mask `[T, T]`)."""
+        if self.expected is not None:
+            return self.expected
+        sizes: list[int] = []
+        _sizes([leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)], self._batch_first, sizes)
+        candidates = set(sizes) & (self.allowed or frozenset())
+        return candidates.pop() if len(candidates) == 1 else None
 
     @property
     def outermost(self) -> bool:

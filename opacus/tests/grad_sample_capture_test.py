@@ -95,6 +95,14 @@ def test_a_layer_whose_rows_are_not_samples_is_named(how, steps, detach):
         capture.detach()
 
 
+def test_the_batch_is_told_by_the_output_where_inputs_leave_a_choice():
+    """A mask `[T, T]` would admit T rows; nothing but the table trains."""
+    head = linear().requires_grad_(False)
+    model = Calls(lambda m, x, mask: positions(m, x), lost=nn.Embedding(9, 4), head=head)
+    with pytest.raises(PerSampleGradientError, match=r"lost"):
+        GradSampleModule(model)(torch.randn(3, 5, 4), torch.ones(5, 5)).mean().backward()
+
+
 @pytest.mark.parametrize("affine", [True, False])
 def test_batch_normalisation_without_buffers_is_named_too(affine):
     norm = nn.BatchNorm1d(4, affine=affine, track_running_stats=False)
@@ -115,6 +123,14 @@ def test_a_weight_used_outside_its_layer_is_named(how):
     model = GradSampleModule(Calls(OUTSIDE[how], used=linear(), head=linear()))
     with pytest.raises(PerSampleGradientError, match=r"used\.weight"):
         model(torch.randn(3, 4)).sum().backward()
+
+
+def test_a_layer_put_in_after_wrapping_is_named():
+    model = nn.Sequential(linear(), linear())
+    wrapped = GradSampleModule(model)
+    model[1] = linear()
+    with pytest.raises(PerSampleGradientError, match=r"1\.weight received a gradient"):
+        wrapped(torch.randn(3, 4)).sum().backward()
 
 
 def test_an_output_that_is_no_tensor_is_named():
