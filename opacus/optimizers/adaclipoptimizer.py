@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from opacus.devices import FactorCopies, Placement
+from opacus.errors import raise_if_any
 from opacus.optimizers.arguments import is_number, positive_number_problems
 from opacus.optimizers.clipping import flat_clip_factor
 from opacus.optimizers.optimizer import DPOptimizer
@@ -27,12 +28,20 @@ def gradient_noise_multiplier(noise_multiplier: float, unclipped_num_std: float)
         noise_multiplier: the total sigma, as accounted.
         unclipped_num_std: b, positive.
 
+    Raises:
+        ValueError: if no z gives so much noise: `noise_multiplier >= 2 * unclipped_num_std`.
+
     Example:
         >>> round(gradient_noise_multiplier(1.0, 10.0), 5)
         1.00125
     """
     if noise_multiplier == 0:
         return 0.0
+    if noise_multiplier >= 2 * unclipped_num_std:
+        raise ValueError(
+            f"noise_multiplier ({noise_multiplier}) must stay below twice unclipped_num_std ({unclipped_num_std}): the count "
+            "alone would spend more than the whole budget. Raise unclipped_num_std."
+        )
     return (noise_multiplier**-2 - (2 * unclipped_num_std) ** -2) ** -0.5
 
 
@@ -48,8 +57,8 @@ class AdaClipDPOptimizer(DPOptimizer):
         noise_multiplier: the total sigma: gradients and count together cost what one release with it costs, and it is what
             is accounted. Below `2 * unclipped_num_std`.
         target_unclipped_quantile: wanted fraction of unclipped samples, in [0, 1].
-        clipbound_learning_rate: speed of the change of C, positive.
-        max_clipbound, min_clipbound: C stays between them.
+        clipbound_learning_rate: speed of the change of C, at least 0.
+        max_clipbound, min_clipbound: C stays between them from the second step on; infinity and 0 set no limit.
         unclipped_num_std: standard deviation of the noise on the count, positive. Andrew et al. use a twentieth of the
             expected batch size.
         max_grad_norm: C of the first step.
@@ -122,10 +131,11 @@ class AdaClipDPOptimizer(DPOptimizer):
         needed = [name for name in cls.OPTIONS if name not in DPOptimizer.OPTIONS]
         missing = [name for name in needed if name not in options]
         if missing:
-            return problems + [f"{', '.join(missing)} must be given for adaptive clipping."]
-        for name in needed:
-            if name != "target_unclipped_quantile":
-                problems += positive_number_problems(name, options[name])
+            return [*problems, f"{', '.join(missing)} must be given for adaptive clipping."]
+        problems += positive_number_problems("unclipped_num_std", options["unclipped_num_std"])
+        for name in ("clipbound_learning_rate", "max_clipbound", "min_clipbound"):
+            if not is_number(options[name]) or not options[name] >= 0:
+                problems.append(f"{name} must be a number of at least 0, not {options[name]!r}.")
         quantile = options["target_unclipped_quantile"]
         if not is_number(quantile) or not 0 <= quantile <= 1:
             problems.append(f"target_unclipped_quantile must lie in [0, 1], not {quantile!r}.")
@@ -149,10 +159,15 @@ class AdaClipDPOptimizer(DPOptimizer):
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float) -> None:
+        raise_if_any("max_grad_norm cannot be set", self._max_grad_norm_problems(value, self))
+        if getattr(self, "_is_last_step_skipped", False):
+            raise ValueError(
+                "max_grad_norm cannot change within a logical batch: set it after a step that was not skipped"
+            )
         self._clipbound = value
 
     def _hold_clipping_norm(self) -> None:
-        """C changes after a release only, so a logical batch has one."""
+        """The setter refuses a change within a logical batch; to compare values here would wait for the device."""
 
     def _bound_on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         if not isinstance(self._clipbound, Tensor):
@@ -204,6 +219,20 @@ class AdaClipDPOptimizer(DPOptimizer):
         change = torch.exp(-self.clipbound_learning_rate * (fraction - self.target_unclipped_quantile))
         self._clipbound = (bound * change.to(bound)).clamp(self.min_clipbound, self.max_clipbound)
         self._centred_count = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state dict, and C under "max_grad_norm"."""
+        return {**super().state_dict(), "max_grad_norm": self.max_grad_norm}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the inner optimizer's state, and C where it was saved.
+
+        Args:
+            state_dict: of this class, or of the inner optimizer.
+        """
+        if "max_grad_norm" in state_dict:
+            self.max_grad_norm = state_dict["max_grad_norm"]
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != "max_grad_norm"})
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """As in `DPOptimizer`; the count is kept as long as the clipped sums are.

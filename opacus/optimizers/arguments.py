@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ __all__ = ["basic_problems", "is_number", "positive_number_problems"]
 
 
 def is_number(value: Any) -> bool:
-    """Whether `value` is a plain number (a bool is not)."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Whether `value` is a real number (numpy's are, a bool is not)."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def positive_number_problems(name: str, value: Any) -> list[str]:

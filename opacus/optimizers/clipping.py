@@ -53,7 +53,7 @@ def automatic_clip_factor(
 
     Args:
         norm_B, max_grad_norm: as in `flat_clip_factor`.
-        weight_B: scales each sample's contribution; with weights of at most 1 the bound below stays C.
+        weight_B: `[B]`, non-negative and finite, or None for ones: the factor is that of the weighted gradient `w * g`, times w.
         stability: gamma, positive; keeps small gradients small.
 
     Returns:
@@ -67,9 +67,10 @@ def automatic_clip_factor(
         >>> automatic_clip_factor(torch.tensor([0.99, 3.99]), max_grad_norm=1.0)
         tensor([1.0000, 0.2500])
     """
+    weighted_B = norm_B if weight_B is None else norm_B * weight_B.to(norm_B)
     below = max_grad_norm * (1 - 4 * torch.finfo(norm_B.dtype).eps)
-    factor_B = below / (norm_B + stability)
+    factor_B = below / (weighted_B + stability)
     if weight_B is not None:
-        factor_B = factor_B * weight_B.to(norm_B).clamp(max=1.0)
-    usable_B = norm_B.isfinite() & (factor_B >= torch.finfo(norm_B.dtype).tiny)
+        factor_B = factor_B * weight_B.to(norm_B)
+    usable_B = weighted_B.isfinite() & norm_B.isfinite() & (factor_B >= torch.finfo(norm_B.dtype).tiny)
     return torch.where(usable_B, factor_B, torch.zeros_like(factor_B))

@@ -20,8 +20,8 @@ def as_rows(grad_sample: Tensor) -> Tensor:
 
 
 def is_zero(grad_sample: Tensor) -> bool:
-    """Whether this is the stand-in of a parameter that a batch did not use: one zero, expanded."""
-    return grad_sample.numel() > 0 and not any(grad_sample.stride())
+    """Whether this stands in for a parameter that a batch did not use (other constants are expanded numbers too)."""
+    return getattr(grad_sample, "_stands_for_zero", False)
 
 
 def _entries(parameter: nn.Parameter) -> list[Tensor]:

@@ -25,9 +25,9 @@ from opacus.optimizers.grad_samples import (
     sq_norm_dtype,
 )
 from opacus.optimizers.noise import SecureNoise
-from opacus.optimizers.utils import params
+from opacus.optimizers.utils import all_params, params
 
-__all__ = ["DPOptimizer"]
+__all__ = ["DPOptimizer", "by_device"]
 
 
 class DPOptimizer(Optimizer):
@@ -46,6 +46,8 @@ class DPOptimizer(Optimizer):
         generator: stream of the noise, on any device; None takes the default generator (`torch.manual_seed`).
         secure_mode: take noise from the operating system's cryptographic generator instead.
         reduction_device: where `[B]` norms are added up; by default the accelerator with most trainable elements.
+        loss_scale: what losses are multiplied by before `backward` (float16 needs it); gradients are divided by it before
+            they are clipped. Powers of two are exact. It may be set anew before a backward, but must not follow the data.
 
     Raises:
         ConfigurationError: naming every argument that cannot be.
@@ -67,7 +69,9 @@ class DPOptimizer(Optimizer):
         >>> optimizer.zero_grad()
     """
 
-    OPTIONS: ClassVar[tuple[str, ...]] = ("reduction_device",)
+    OPTIONS: ClassVar[tuple[str, ...]] = ("reduction_device", "loss_scale")
+    # GradScaler.step then leaves gradients as they are and says that it is there: see _refuse_grad_scaler
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -80,6 +84,7 @@ class DPOptimizer(Optimizer):
         generator: torch.Generator | None = None,
         secure_mode: bool = False,
         reduction_device: torch.device | str | None = None,
+        loss_scale: float = 1.0,
         **kwargs: Any,
     ) -> None:
         problems = self.argument_problems(
@@ -90,7 +95,7 @@ class DPOptimizer(Optimizer):
             loss_reduction=loss_reduction,
             generator=generator,
             secure_mode=secure_mode,
-            options=kwargs,
+            options={**kwargs, "loss_scale": loss_scale},
         )
         raise_if_any(f"{type(self).__name__} cannot be built", problems)
         self.original_optimizer = optimizer
@@ -101,14 +106,16 @@ class DPOptimizer(Optimizer):
         self.generator = generator
         self.secure_mode = secure_mode
         self.reduction_device = reduction_device
+        self.loss_scale = loss_scale
         self.step_hook: Callable[[DPOptimizer], None] | None = None
         self.param_names: dict[int, str] = {}
         self._noise: NoiseStream | SecureNoise | None = None
         self._step_skip_queue: list[bool] = []
         self._is_last_step_skipped = False
+        self._sums_released = False
         self._clipped_to: Any = None
         self._sample_weight_B: Tensor | None = None
-        self._nonfinite: Tensor | None = None
+        self._nonfinite: dict[torch.device, Tensor] = {}
         self._unrounded: dict[int, tuple[Tensor, Tensor]] = {}
         # what Optimizer.__init__ sets up besides groups and state, which are the inner optimizer's
         super().__setstate__({})
@@ -139,12 +146,24 @@ class DPOptimizer(Optimizer):
         if isinstance(optimizer, DPOptimizer):
             problems.append("optimizer is a DPOptimizer already; pass its original_optimizer.")
         problems += cls._max_grad_norm_problems(max_grad_norm, optimizer)
+        if "loss_scale" in options:
+            problems += positive_number_problems("loss_scale", options["loss_scale"])
         unknown = [name for name in options if name not in cls.OPTIONS]
         return problems + [f"{name} is not an option of {cls.__name__}." for name in unknown]
 
     @classmethod
     def _max_grad_norm_problems(cls, max_grad_norm: Any, optimizer: Any) -> list[str]:
         return positive_number_problems("max_grad_norm", max_grad_norm)
+
+    @property
+    def max_grad_norm(self) -> float:
+        """C, the bound on the norm of a sample's whole gradient."""
+        return self._max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        raise_if_any("max_grad_norm cannot be set", self._max_grad_norm_problems(value, self))
+        self._max_grad_norm = value
 
     # ------------------------------------------------------------ one step
 
@@ -161,7 +180,7 @@ class DPOptimizer(Optimizer):
         Raises:
             PerSampleGradientError: if a parameter would be updated by a gradient that was not clipped, or by one used
                 before.
-            ValueError: if there was no backward pass.
+            ValueError: if there was no backward pass, or a GradScaler calls this.
         """
         if closure is not None and _evaluates_closure(self.original_optimizer):
             return self._step_with_closure(closure)
@@ -200,18 +219,35 @@ class DPOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 closure()
+        self._refuse_grad_scaler()
+        for p in all_params(self):
+            if not p.requires_grad:  # frozen since its backward: what gradient it has was not clipped
+                p.grad = None
         if not self.params:
-            return True
+            return not self._check_skip_next_step()
         self.clip_and_accumulate()
         if self._check_skip_next_step():
             self._is_last_step_skipped = True
             return False
         self.add_noise()
+        self._sums_released = True
         self.scale_grad()
         if self.step_hook is not None:
             self.step_hook(self)
         self._is_last_step_skipped = False
         return True
+
+    def _refuse_grad_scaler(self) -> None:
+        """GradScaler says that it is there by `found_inf`; it would leave it there if this step raised."""
+        if not hasattr(self, "found_inf"):
+            return
+        del self.found_inf, self.grad_scale
+        raise ValueError(
+            "torch.amp.GradScaler cannot drive a private optimizer: it changes the loss scale by whether any sample's gradient "
+            "overflowed, so that a sample would reach later updates without noise. Use bfloat16, which needs no "
+            "scaling, or a constant scale and no scaler: optimizer.loss_scale = 1024.0, (1024.0 * loss).backward(), "
+            "optimizer.step(). GradScaler(enabled=False) is fine."
+        )
 
     def clip_and_accumulate(self) -> None:
         """Clip each sample's gradient and add the sum over samples to `summed_grad` of each parameter.
@@ -223,6 +259,8 @@ class DPOptimizer(Optimizer):
         parameters = self.params
         batches = physical_batches(self, parameters)
         self._hold_clipping_norm()
+        if self._sums_released:  # zero_grad of the model, not of the optimizer, left them there
+            self._drop_sums()
         weight_B, self._sample_weight_B = self._sample_weight_B, None
         if weight_B is not None and len(batches) != 1:
             raise ValueError("sample weights belong to one physical batch: step after each backward")
@@ -250,15 +288,19 @@ class DPOptimizer(Optimizer):
         norms = [
             torch.linalg.vector_norm(as_rows(entry), dim=1, dtype=sq_norm_dtype(entry)) for _, entry in used
         ]
+        if self.loss_scale != 1:
+            norms = [norm_B / self.loss_scale for norm_B in norms]
         factors = self.clip_factors([p for p, _ in used], norms, placement.reduction_device, weight_B)
         for (p, entry), factor_B in zip(used, factors, strict=True):
             dtype = sq_norm_dtype(entry)
             factor_B = factor_B.to(dtype)
-            rows = as_rows(entry).to(dtype)
+            rows = as_rows(entry).to(dtype).contiguous()
             if not is_zero(entry):
                 # zero times infinity is no zero: a sample left out must be left out of the product too
                 rows.masked_fill_((factor_B == 0).unsqueeze(1), 0)
             clipped_sum = torch.mv(rows.t(), factor_B).view(p.shape)
+            if self.loss_scale != 1:
+                clipped_sum.div_(self.loss_scale)
             p.summed_grad = clipped_sum if _summed(p) is None else p.summed_grad.add_(clipped_sum)  # type: ignore[attr-defined]
         for p in parameters:
             if _summed(p) is None:
@@ -282,7 +324,7 @@ class DPOptimizer(Optimizer):
         Returns:
             `[B]` factors for each parameter, on its device.
         """
-        norm_B = total_norms(_by_device(parameters, norms), reduction_device)
+        norm_B = total_norms(by_device(parameters, norms), reduction_device)
         self._count_nonfinite(norm_B)
         if weight_B is not None:
             weight_B = weight_B.to(reduction_device)
@@ -383,11 +425,12 @@ class DPOptimizer(Optimizer):
     @property
     def nonfinite_samples(self) -> int:
         """How many samples contributed zero because their gradient was infinite or NaN; waits for the device."""
-        return 0 if self._nonfinite is None else int(self._nonfinite)
+        return sum(int(count) for count in self._nonfinite.values())
 
     def _count_nonfinite(self, norm_B: Tensor) -> None:
         count = norm_B.isfinite().logical_not_().sum()
-        self._nonfinite = count if self._nonfinite is None else self._nonfinite.to(count.device) + count
+        earlier = self._nonfinite.get(count.device)
+        self._nonfinite[count.device] = count if earlier is None else earlier + count
 
     def set_sample_weights(self, weight_B: Tensor) -> None:
         """Weigh the samples of the next physical batch: sample i's gradient becomes `weight_B[i]` times itself, then clipped.
@@ -428,10 +471,15 @@ class DPOptimizer(Optimizer):
 
     def zero_grad_samples(self) -> None:
         """Clear per-sample gradients, and clipped sums unless a logical batch is still going on."""
-        for p in self.params:
+        for p in all_params(self):
             p.grad_sample = None  # type: ignore[attr-defined]
-            if not self._is_last_step_skipped:
-                p.summed_grad = None  # type: ignore[attr-defined]
+        if not self._is_last_step_skipped:
+            self._drop_sums()
+
+    def _drop_sums(self) -> None:
+        self._sums_released = False
+        for p in all_params(self):
+            p.summed_grad = None  # type: ignore[attr-defined]
 
     # ------------------------------------------- the inner optimizer, seen through
 
@@ -477,6 +525,22 @@ class DPOptimizer(Optimizer):
         """Load the inner optimizer's state dict."""
         self.original_optimizer.load_state_dict(state_dict)
 
+    def register_state_dict_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> Any:
+        """Register with the inner optimizer, whose state dict it is."""
+        return self.original_optimizer.register_state_dict_pre_hook(hook, prepend=prepend)
+
+    def register_state_dict_post_hook(self, hook: Callable[..., Any], prepend: bool = False) -> Any:
+        """Register with the inner optimizer, whose state dict it is."""
+        return self.original_optimizer.register_state_dict_post_hook(hook, prepend=prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> Any:
+        """Register with the inner optimizer, whose state dict it is."""
+        return self.original_optimizer.register_load_state_dict_pre_hook(hook, prepend=prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Callable[..., Any], prepend: bool = False) -> Any:
+        """Register with the inner optimizer, whose state dict it is."""
+        return self.original_optimizer.register_load_state_dict_post_hook(hook, prepend=prepend)
+
     def __getstate__(self) -> dict[str, Any]:
         # LR schedulers put a bound `step` on the instance; it belongs to this object, not to a copy
         return {name: value for name, value in self.__dict__.items() if name != "step"}
@@ -493,7 +557,7 @@ def _summed(p: nn.Parameter) -> Tensor | None:
     return getattr(p, "summed_grad", None)
 
 
-def _by_device(
+def by_device(
     parameters: Sequence[nn.Parameter], norms: Sequence[Tensor]
 ) -> dict[torch.device, list[Tensor]]:
     """Norms by device, in the widest dtype among them, so that devices can be added."""

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from opacus.errors import raise_if_any
 from opacus.optimizers.arguments import positive_number_problems
 from opacus.optimizers.clipping import flat_clip_factor
-from opacus.optimizers.optimizer import DPOptimizer
+from opacus.optimizers.optimizer import DPOptimizer, by_device
 from opacus.optimizers.utils import params
 
 __all__ = ["DPPerLayerOptimizer"]
@@ -25,7 +26,7 @@ class DPPerLayerOptimizer(DPOptimizer):
         optimizer: the inner optimizer.
         noise_multiplier: sigma.
         max_grad_norm: one bound C_k for each parameter that requires grad, in the optimizer's order; or one number C, shared
-            out evenly (C / sqrt(number of parameters) each).
+            out evenly (C / sqrt(K) each for the K parameters that require grad at the step).
         expected_batch_size, loss_reduction, generator, secure_mode, **kwargs: as in `DPOptimizer`.
 
     Raises:
@@ -34,7 +35,8 @@ class DPPerLayerOptimizer(DPOptimizer):
     Formal guarantee:
         Each sample moves the part of parameter k by at most C_k, hence the whole sum by at most C = sqrt(sum_k C_k^2), and
         noise of standard deviation sigma * C is added to every coordinate: the guarantee of `DPOptimizer` with that C.
-        A sample whose gradient is not finite in one parameter contributes zero there.
+        A sample whose gradient is not finite in one parameter contributes zero there (and is counted once for each such
+        parameter).
     """
 
     def __init__(
@@ -77,19 +79,29 @@ class DPPerLayerOptimizer(DPOptimizer):
         return problems
 
     @property
+    def max_grad_norms(self) -> list[float]:
+        """C_k of each parameter that requires grad, in the optimizer's order."""
+        if isinstance(self._bounds, list):
+            return self._bounds
+        count = len(self.params)
+        return [self._bounds / math.sqrt(count)] * count
+
+    @property
     def max_grad_norm(self) -> float:  # type: ignore[override]
         """C, the bound on a sample's whole gradient: the root of the sum of squared bounds."""
-        return math.sqrt(math.fsum(bound * bound for bound in self.max_grad_norms))
+        return float(self._bounds) if not isinstance(self._bounds, list) else math.hypot(*self._bounds)
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | Sequence[float]) -> None:
-        """A list sets each bound; a number scales the bounds so that C becomes that number."""
+        """A list sets each bound; a number becomes C: a list set before is scaled, else C is shared out evenly."""
+        raise_if_any("max_grad_norm cannot be set", self._max_grad_norm_problems(value, self))
+        earlier = getattr(self, "_bounds", None)
         if isinstance(value, (list, tuple)):
-            self.max_grad_norms = [float(bound) for bound in value]
-            return
-        earlier = getattr(self, "max_grad_norms", None) or [1.0] * max(1, len(self.params))
-        scale = value / math.sqrt(math.fsum(bound * bound for bound in earlier))
-        self.max_grad_norms = [bound * scale for bound in earlier]
+            self._bounds: float | list[float] = [float(bound) for bound in value]
+        elif isinstance(earlier, list):
+            self._bounds = [bound * (value / math.hypot(*earlier)) for bound in earlier]
+        else:
+            self._bounds = value
 
     def clip_factors(
         self,
@@ -99,13 +111,15 @@ class DPPerLayerOptimizer(DPOptimizer):
         weight_B: Tensor | None,
     ) -> list[Tensor]:
         """Factors from each parameter's own norms and bound; computed where the parameter lies."""
-        everything = self.params
-        if len(self.max_grad_norms) != len(everything):
+        everything, max_grad_norms = self.params, self.max_grad_norms
+        if len(max_grad_norms) != len(everything):
             raise ValueError(
-                f"max_grad_norm has {len(self.max_grad_norms)} bounds, but {len(everything)} parameters require grad now: set "
-                "max_grad_norm to a list with one for each"
+                f"max_grad_norm has {len(max_grad_norms)} bounds, but {len(everything)} parameters require grad now: set it to "
+                "a list with one for each"
             )
-        bounds = {id(p): bound for p, bound in zip(everything, self.max_grad_norms, strict=True)}
+        for norms_there in by_device(parameters, norms).values():
+            self._count_nonfinite(torch.stack(norms_there))
+        bounds = {id(p): bound for p, bound in zip(everything, max_grad_norms, strict=True)}
         return [
             flat_clip_factor(norm_B, bounds[id(p)], None if weight_B is None else weight_B.to(p.device))
             for p, norm_B in zip(parameters, norms, strict=True)

@@ -5,12 +5,17 @@ from __future__ import annotations
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["describe", "params"]
+__all__ = ["all_params", "describe", "params"]
+
+
+def all_params(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Parameters of all groups, frozen ones too, in the optimizer's order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def params(optimizer: Optimizer) -> list[nn.Parameter]:
     """Parameters of all groups that require grad, in the optimizer's order."""
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return [p for p in all_params(optimizer) if p.requires_grad]
 
 
 def describe(optimizer: Optimizer, parameter: nn.Parameter) -> str:
