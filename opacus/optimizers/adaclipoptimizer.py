@@ -153,7 +153,7 @@ class AdaClipDPOptimizer(DPOptimizer):
         return problems
 
     @property
-    def max_grad_norm(self) -> float:  # type: ignore[override]
+    def max_grad_norm(self) -> float:
         """C; waits for the device that holds it."""
         return float(self._clipbound)
 

@@ -241,7 +241,7 @@ class DPOptimizer(Optimizer):
         """GradScaler says that it is there by `found_inf`; it would leave it there if this step raised."""
         if not hasattr(self, "found_inf"):
             return
-        del self.found_inf, self.grad_scale
+        del self.found_inf, self.grad_scale  # type: ignore[attr-defined]
         raise ValueError(
             "torch.amp.GradScaler cannot drive a private optimizer: it changes the loss scale by whether any sample's gradient "
             "overflowed, so that a sample would reach later updates without noise. Use bfloat16, which needs no "

@@ -87,12 +87,12 @@ class DPPerLayerOptimizer(DPOptimizer):
         return [self._bounds / math.sqrt(count)] * count
 
     @property
-    def max_grad_norm(self) -> float:  # type: ignore[override]
+    def max_grad_norm(self) -> float:
         """C, the bound on a sample's whole gradient: the root of the sum of squared bounds."""
         return float(self._bounds) if not isinstance(self._bounds, list) else math.hypot(*self._bounds)
 
     @max_grad_norm.setter
-    def max_grad_norm(self, value: float | Sequence[float]) -> None:
+    def max_grad_norm(self, value: float | list[float] | tuple[float, ...]) -> None:
         """A list sets each bound; a number becomes C: a list set before is scaled, else C is shared out evenly."""
         raise_if_any("max_grad_norm cannot be set", self._max_grad_norm_problems(value, self))
         earlier = getattr(self, "_bounds", None)
