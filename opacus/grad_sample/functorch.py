@@ -73,6 +73,14 @@ def functorch_rows(captured: Captured) -> dict[str, Tensor]:
         for index, g in zip(captured.output_index, gs, strict=True):
             y = outputs[index]
             dim = captured.batch_dim_of(y)
+            if y.dim() <= dim or y.shape[dim] != 1 or y.squeeze(dim).shape != g.shape:
+                raise PerSampleGradientError(
+                    "samples cannot be told apart",
+                    [
+                        f"{type(layer).__name__}: for one sample its output has shape {tuple(y.shape)}, where the batch "
+                        f"has {tuple(g.shape)} a sample; its parameters {', '.join(captured.names)} act on the batch."
+                    ],
+                )
             term = (y.squeeze(dim) * g).sum()
             total = term if total is None else total + term
         assert total is not None

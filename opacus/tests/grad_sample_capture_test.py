@@ -65,7 +65,31 @@ def attends_over_the_batch(m: Calls, x_BTD: Tensor) -> Tensor:
     return m.head(x_BTD) + (torch.softmax(h_BE @ h_BE.t(), 1) @ h_BE).view_as(x_BTD)
 
 
+def by_length(m: Calls, x_BTD: Tensor) -> Tensor:
+    """Sorted for the layer, as packed sequences are, and back."""
+    order = torch.arange(x_BTD.shape[0]).flip(0)
+    return m.head(m.lost(x_BTD[order])[order])
+
+
+def in_pieces(m: Calls, x_BTD: Tensor) -> Tensor:
+    return m.head(torch.cat([m.lost(piece) for piece in x_BTD.split(2)]))
+
+
+def several_rows_each(m: Calls, x_BTD: Tensor) -> Tensor:
+    h = m.lost(x_BTD.repeat_interleave(2, 0))
+    return m.head(h[::2] + h[1::2])
+
+
+def only_some(m: Calls, x_BTD: Tensor) -> Tensor:
+    y = m.head(x_BTD)
+    return torch.cat([y[:1], y[1:] + m.lost(x_BTD[1:])])
+
+
 LOST = {
+    "sorted": (by_length, linear),
+    "in pieces": (in_pieces, linear),
+    "several rows each": (several_rows_each, linear),
+    "only some": (only_some, linear),
     "broadcast": (broadcast, linear),
     "positions": (positions, lambda: nn.Embedding(9, 4)),
     "first of one row": (first_of_one_row, lambda: nn.Embedding(9, 4)),

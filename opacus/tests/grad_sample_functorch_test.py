@@ -58,6 +58,25 @@ class Named(Own):
         return Pair(x @ self.w, self.b + x[..., :3])
 
 
+class RowOfTheBatch(nn.Module):
+    """A parameter with one row for each position in the batch, returned or multiplied."""
+
+    def __init__(self, alone: bool) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 5))
+        self.alone = alone
+
+    def forward(self, x):
+        return self.w.clone() if self.alone else x * self.w
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_parameter_with_rows_of_the_batch_is_refused_by_name(alone):
+    model = GradSampleModule(nn.Sequential(nn.Linear(5, 5), RowOfTheBatch(alone)))
+    with pytest.raises(PerSampleGradientError, match=r"RowOfTheBatch.*\(4, 5\)"):
+        model(torch.randn(4, 5)).sum().backward()
+
+
 class Branching(Own):
     """Data-dependent control flow: vmap cannot follow, so rows are run one by one."""
 
