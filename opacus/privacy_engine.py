@@ -15,6 +15,7 @@ from opacus.accountants.utils import get_noise_multiplier
 from opacus.data_loader import DPDataLoader
 from opacus.errors import ConfigurationError
 from opacus.grad_sample import AbstractGradSampleHooks, AbstractGradSampleModule, wrap_model
+from opacus.grad_sample.book import Book
 from opacus.optimizers import DPOptimizer, get_optimizer_class
 from opacus.preconditions import loader_findings, make_private_findings
 from opacus.utils.sample_rate import sample_rate_of
@@ -149,6 +150,9 @@ class PrivacyEngine:
         private_module = self._prepare_model(
             module, batch_first, loss_reduction, grad_sample_mode, wrap_model
         )
+        book = getattr(private_module, "policy", None)
+        if isinstance(book, Book):
+            private_optimizer.attach_book(book)
         if poisson_sampling:
             private_module.forbid_grad_accumulation()
         guard_frozen(inner)

@@ -85,6 +85,7 @@ class Capture:
         loss_reduction: with "mean", captures say that backprops are to be multiplied by the number of samples.
         detach_weights: let weights take part in the forward detached, so that autograd forms no plain
             weight gradient.
+        keeps_attached: with `detach_weights`, parameters that take part as usual all the same.
         check_isolation: before the first backward, check that one sample's output reaches no other sample's rows
             (`isolation.py`).
     """
@@ -97,6 +98,7 @@ class Capture:
         batch_first: bool = True,
         loss_reduction: str = "mean",
         detach_weights: bool = False,
+        keeps_attached: Callable[[nn.Parameter], bool] | None = None,
         check_isolation: bool = True,
     ) -> None:
         self.root = root
@@ -104,6 +106,7 @@ class Capture:
         self.batch_first = batch_first
         self.loss_reduction = loss_reduction
         self.detach_weights = detach_weights
+        self.keeps_attached = keeps_attached
         self.enabled = True
         self.owners: Owners | None = None
         self.rows = RowCount(batch_first)
@@ -113,6 +116,7 @@ class Capture:
         self._handles: list[Any] = []
         self._local = threading.local()
         self._open: _Backward | None = None
+        self._repeated: _Backward | None = None
         self._lock = threading.RLock()
 
     # ---------------------------------------------------------------- hooks
@@ -175,7 +179,9 @@ class Capture:
         rows = self.rows.of_output(output)
         if not self.enabled or rows is None or rows < 2 or not can_probe(self.root):
             return
-        probe = Probe(rows, self.owners, partial(batch_dim, batch_first=self.batch_first, rows=frozenset({rows})))
+        probe = Probe(
+            rows, self.owners, partial(batch_dim, batch_first=self.batch_first, rows=frozenset({rows}))
+        )
         self._probe = probe
         try:
             self._to_probe = not probe.run(output, self._anchor)
@@ -203,7 +209,9 @@ class Capture:
                     parameter = slot.parameter
                     if parameter is not None and parameter.requires_grad:
                         names.append(slot.name)
-                        if self.detach_weights:
+                        if self.detach_weights and not (
+                            self.keeps_attached and self.keeps_attached(parameter)
+                        ):
                             switched_off.append(parameter)
             seen = _versions(args, kwargs) if names and torch.is_grad_enabled() else []
             stack.append((tuple(names), switched_off, seen))
@@ -291,10 +299,19 @@ class Capture:
                 self._open = None
                 self.policy.discard()
 
+    @contextlib.contextmanager
+    def two_passes(self) -> Iterator[None]:
+        """Within it, several backward passes go through the same forward on purpose; they are one physical batch."""
+        self._repeated = _Backward()
+        try:
+            yield
+        finally:
+            self._repeated = None
+
     def _ensure_open(self) -> _Backward:
         with self._lock:
             if self._open is None:
-                backward = _Backward()
+                backward = self._repeated or _Backward()
                 self.policy.begin()
                 self._open = backward
                 torch.autograd.Variable._execution_engine.queue_callback(lambda: self._close(backward))

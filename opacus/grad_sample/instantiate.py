@@ -17,16 +17,12 @@ from opacus.errors import PerSampleGradientError, raise_if_any
 from opacus.grad_sample.accumulate import create_or_accumulate_grad_sample, promote_current_grad_sample
 from opacus.grad_sample.captured import Captured
 from opacus.grad_sample.ownership import Slot
-from opacus.grad_sample.rules import compute_dtype
 from opacus.grad_sample.selection import rule_for
+from opacus.grad_sample.verification import disagreement, expected_rounding, unverifiable
 
 __all__ = ["Instantiate"]
 
 logger = logging.getLogger(__name__)
-
-# How far the sum of per-sample gradients may lie from autograd's gradient, relative to the sum of their norms:
-# well above the rounding of each dtype (TF32 and bf16 autocast for float32), well below any missing term.
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-2, torch.bfloat16: 1e-1, torch.float16: 1e-1}
 
 
 class Instantiate:
@@ -113,7 +109,7 @@ class Instantiate:
                 )
             if id(parameter) not in self._compared:
                 earlier = self._rounding.get(id(parameter), 0.0)
-                self._rounding[id(parameter)] = _rounding(captured.outputs) + earlier
+                self._rounding[id(parameter)] = expected_rounding(list(captured.outputs)) + earlier
             if parameter.grad is None and getattr(parameter, "_current_grad_sample", None) is None:
                 self._fresh.add(id(parameter))
             create_or_accumulate_grad_sample(
@@ -160,12 +156,10 @@ class Instantiate:
         ]
 
     def _compare_with_autograd(self) -> list[str]:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return []  # a data-parallel reducer may have averaged `.grad` over ranks already
-        if not self._n_samples:
+        if unverifiable() or not self._n_samples:
             return []
         scale = self._n_samples if self.loss_reduction == "mean" else 1
-        names, differences = [], []
+        names, dtypes, differences = [], [], []
         for name, parameter in self.root.named_parameters():
             current = getattr(parameter, "_current_grad_sample", None)
             key = id(parameter)
@@ -173,25 +167,11 @@ class Instantiate:
                 continue
             if key not in self._fresh or key not in self._plain:
                 continue
-            names.append((name, key, _TOLERANCE.get(parameter.dtype, 1e-1)))
+            names.append((name, key))
+            dtypes.append(parameter.dtype)
             differences.append(_difference(current, parameter.grad, scale, self._rounding[key]))
-        if not differences:
-            return []
-        problems = []
-        values = torch.stack([found.to("cpu", torch.float64) for found in differences]).tolist()
-        for (name, key, tolerance), (difference, size, rounding) in zip(names, values, strict=True):
-            # where the gradient is 0 (a bias before a normalisation) there is nothing but rounding on either side
-            allowed = tolerance * size + rounding
-            if difference <= allowed:
-                self._compared.add(key)
-            elif (
-                difference > allowed
-            ):  # NaN (an overflowing first batch) is neither: compared again next time
-                problems.append(
-                    f"{name}: the sum of its per-sample gradients differs from autograd's gradient by "
-                    f"{difference / max(size, 1e-300):.1%} of their norms. It is used outside its layer's forward too, "
-                    "or its layer's grad sampler is wrong."
-                )
+        problems, settled = disagreement([name for name, _ in names], dtypes, differences)
+        self._compared.update(key for (_, key), done in zip(names, settled, strict=True) if done)
         return problems
 
 
@@ -202,13 +182,3 @@ def _difference(grad_sample: Tensor, grad: Tensor, scale: int, rounding: Tensor)
     plain = (grad.to_dense() if grad.is_sparse else grad).flatten().to(dtype) * scale
     difference = torch.linalg.vector_norm(flat.sum(0) - plain)
     return torch.stack([difference, torch.linalg.vector_norm(flat, dim=1).sum(), rounding.to(flat)])
-
-
-def _rounding(backprops: Sequence[Tensor]) -> Tensor:
-    """A few units in the last place of each backprop, added up as independent errors are."""
-    return torch.stack(
-        [
-            4 * torch.finfo(g.dtype).eps * torch.linalg.vector_norm(g, dtype=compute_dtype(g))
-            for g in backprops
-        ]
-    ).sum()

@@ -78,13 +78,7 @@ class KeptProduct:
         return rows.reshape(rows.shape[0], *self.shape)
 
     def clipped(self, factor_B: Tensor) -> Tensor:
-        a_BKTD, g_BKTP = self.pairs()
-        left_out = (factor_B == 0).view(-1, 1, 1, 1)
-        if a_BKTD.shape[-1] < g_BKTP.shape[-1]:
-            g_BKTP = g_BKTP.masked_fill(left_out, 0)
-        else:
-            a_BKTD = a_BKTD.masked_fill(left_out, 0)
-        return scaled_product(a_BKTD, g_BKTP, factor_B).reshape(self.shape)
+        return scaled_product(*self.pairs(), factor_B).reshape(self.shape)
 
 
 class LookedUp:

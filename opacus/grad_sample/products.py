@@ -53,17 +53,26 @@ def scaled_product(a_BKTD: Tensor, g_BKTP: Tensor, factor_B: Tensor) -> Tensor:
 
     The factors scale whichever of the two is smaller.
     """
-    b, k = a_BKTD.shape[:2]
+    k = a_BKTD.shape[1]
     dtype = torch.promote_types(a_BKTD.dtype, g_BKTP.dtype)
+    if dtype in (torch.bfloat16, torch.float16) and a_BKTD.device.type != "cuda":
+        dtype = torch.float32
     a, g = a_BKTD.to(dtype), g_BKTP.to(dtype)
-    scale = factor_B.to(dtype).view(b, 1, 1, 1)
     if a.shape[-1] < g.shape[-1]:
-        a = a * scale
+        a = _scaled(a, factor_B)
     else:
-        g = g * scale
+        g = _scaled(g, factor_B)
     # [B, K, T, *] -> [K, B T, *]: positions of all samples add up in one product per group
     if k == 1:
         a, g = a.reshape(1, -1, a.shape[-1]), g.reshape(1, -1, g.shape[-1])
     else:
         a, g = a.transpose(0, 1).flatten(1, 2), g.transpose(0, 1).flatten(1, 2)
     return _batched(g.transpose(-1, -2), a)
+
+
+def _scaled(x_BKTN: Tensor, factor_B: Tensor) -> Tensor:
+    """`factor * x`, zero where the factor is (zero times infinity is no zero); one rounding to `x`'s dtype."""
+    scale = factor_B.view(-1, 1, 1, 1)
+    out = torch.empty_like(x_BKTN)
+    torch.mul(x_BKTN, scale.to(torch.promote_types(x_BKTN.dtype, torch.float32)), out=out)
+    return out.masked_fill_(scale == 0, 0)

@@ -9,6 +9,7 @@ from torch import nn
 
 from opacus.grad_sample.grad_sample_module import GradSampleHooks, GradSampleModule
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
+from opacus.grad_sample.gsm_book_keeping import GradSampleHooksBookKeeping, GradSampleModuleBookKeeping
 from opacus.grad_sample.gsm_exp_weights import GradSampleModuleExpandedWeights
 from opacus.grad_sample.gsm_no_op import GradSampleHooksNoOp, GradSampleModuleNoOp
 from opacus.grad_sample.selection import GRAD_SAMPLERS, GradSampler
@@ -20,11 +21,13 @@ _MODULES: dict[str, type[AbstractGradSampleModule]] = {
     "functorch": GradSampleModule,
     "ew": GradSampleModuleExpandedWeights,
     "no_op": GradSampleModuleNoOp,
+    "bk": GradSampleModuleBookKeeping,
 }
 _HOOKS: dict[str, type[AbstractGradSampleHooks]] = {
     "hooks": GradSampleHooks,
     "functorch": GradSampleHooks,
     "no_op": GradSampleHooksNoOp,
+    "bk": GradSampleHooksBookKeeping,
 }
 
 

@@ -14,7 +14,9 @@ from torch.optim import Optimizer
 
 from opacus.devices import FactorCopies, NoiseStream, Placement, total_norms
 from opacus.errors import raise_if_any
+from opacus.grad_sample.book import Book
 from opacus.optimizers.arguments import basic_problems, positive_number_problems
+from opacus.optimizers.booked import BookedSums
 from opacus.optimizers.clipping import flat_clip_factor
 from opacus.optimizers.grad_samples import (
     accumulated_iterations,
@@ -70,6 +72,8 @@ class DPOptimizer(Optimizer):
     """
 
     OPTIONS: ClassVar[tuple[str, ...]] = ("reduction_device", "loss_scale")
+    # whether the clipping style looks at a sample's whole gradient only, so that small parameters can be normed together
+    JOINS_PARAMETERS: ClassVar[bool] = True
     # GradScaler.step then leaves gradients as they are and says that it is there: see _refuse_grad_scaler
     _step_supports_amp_scaling = True
 
@@ -114,6 +118,7 @@ class DPOptimizer(Optimizer):
         self._is_last_step_skipped = False
         self._sums_released = False
         self._clipped_to: Any = None
+        self._booked: BookedSums | None = None
         self._sample_weight_B: Tensor | None = None
         self._nonfinite: dict[torch.device, Tensor] = {}
         self._unrounded: dict[int, tuple[Tensor, Tensor]] = {}
@@ -256,17 +261,37 @@ class DPOptimizer(Optimizer):
             Adding or removing one sample changes `summed_grad`, over all parameters together, by at most
             `max_grad_norm` in L2 norm.
         """
+        if self._booked is not None:
+            self._booked.accumulate()
+            return
         parameters = self.params
         batches = physical_batches(self, parameters)
-        self._hold_clipping_norm()
-        if self._sums_released:  # zero_grad of the model, not of the optimizer, left them there
-            self._drop_sums()
-        weight_B, self._sample_weight_B = self._sample_weight_B, None
+        self.before_clipping()
+        weight_B = self.take_sample_weights()
         if weight_B is not None and len(batches) != 1:
             raise ValueError("sample weights belong to one physical batch: step after each backward")
         for batch in batches:
             self._clip_batch(parameters, batch, weight_B)
         mark_spent(batches)
+
+    def attach_book(self, book: Book) -> None:
+        """Take clipped sums from `book` (modes "bk" and "ghost") in place of per-sample gradients on the parameters.
+
+        Args:
+            book: the policy of the model that was made private.
+        """
+        self._booked = BookedSums(self, book)
+
+    def before_clipping(self) -> None:
+        """A physical batch is about to be clipped and added to the sums."""
+        self._hold_clipping_norm()
+        if self._sums_released:  # zero_grad of the model, not of the optimizer, left them there
+            self._drop_sums()
+
+    def take_sample_weights(self) -> Tensor | None:
+        """Weights set for this physical batch, once."""
+        weight_B, self._sample_weight_B = self._sample_weight_B, None
+        return weight_B
 
     def _hold_clipping_norm(self) -> None:
         """Noise is scaled by one C, so all physical batches of a logical batch must have been clipped to it."""
@@ -420,7 +445,7 @@ class DPOptimizer(Optimizer):
         Raises:
             ValueError: if parameters disagree.
         """
-        return accumulated_iterations(self.params)
+        return accumulated_iterations(self.params) if self._booked is None else self._booked.iterations
 
     @property
     def nonfinite_samples(self) -> int:
@@ -473,6 +498,8 @@ class DPOptimizer(Optimizer):
         """Clear per-sample gradients, and clipped sums unless a logical batch is still going on."""
         for p in all_params(self):
             p.grad_sample = None  # type: ignore[attr-defined]
+        if self._booked is not None:
+            self._booked.drop()
         if not self._is_last_step_skipped:
             self._drop_sums()
 

@@ -39,6 +39,8 @@ class DPPerLayerOptimizer(DPOptimizer):
         parameter).
     """
 
+    JOINS_PARAMETERS = False
+
     def __init__(
         self,
         optimizer: Optimizer,

@@ -1,0 +1,334 @@
+"""The policy of the `bk` and `ghost` modes: clipped sums without per-sample gradients (Bu et al., ICML 2023).
+
+Weights take part in the forward detached, so autograd forms no plain weight gradient. Of each call the rule keeps what
+its parameters' norms and clipped sums follow from (`kept.py`). When the backward has ended, the norms of all parameters are
+joined, the clip factors found, and one product per parameter forms the clipped sum.
+
+`bk` keeps everything until then: one backward. `ghost` keeps nothing but norms, and forms the clipped sums in a second
+backward through the same forward: less memory, more time.
+
+Shapes: B samples of a physical batch.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from opacus.errors import PerSampleGradientError, raise_if_any
+from opacus.grad_sample.captured import Captured
+from opacus.grad_sample.kept import Kept, KeptRows, joint_sq_norm
+from opacus.grad_sample.ownership import Slot
+from opacus.grad_sample.routes import Route
+from opacus.grad_sample.selection import rule_for
+from opacus.grad_sample.verification import disagreement, expected_rounding, unverifiable
+
+__all__ = ["Block", "Book"]
+
+logger = logging.getLogger(__name__)
+
+# What the norms of low-precision products may be too small by; clipping leaves that much room. TF32 keeps 11 bits of each
+# operand, bf16 and fp16 round the scaled operand to 8 and 11.
+_ROOM = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
+_ROOM_TF32 = 2.0**-10
+
+Stage = Literal["one pass", "norms", "sums", "unwrapped"]
+
+
+@dataclass
+class Block:
+    """Parameters that are normed and clipped together: one, or many small ones of one device.
+
+    Attributes:
+        parameters: at least one; all on one device.
+        norm_B: `[B]`, L2 norm of each sample's gradient with respect to the block.
+        clipped: `factor_B -> one clipped sum for each parameter`.
+    """
+
+    parameters: list[nn.Parameter]
+    norm_B: Tensor
+    clipped: Callable[[Tensor], list[Tensor]]
+
+
+@dataclass
+class _Uses:
+    """What the calls of one backward said about one parameter."""
+
+    parameter: nn.Parameter
+    kept: list[Kept] = field(default_factory=list)
+    sq_norm_B: Tensor | None = None  # of the first call alone, until a second one comes
+    clipped: Tensor | None = None  # ghost, second pass
+    unclipped: Tensor | None = (
+        None  # for verification: the plain sum, the samples' norms, the rounding to expect
+    )
+    size: Tensor | float = 0.0
+    rounding: Tensor | float = 0.0
+
+    def note_unclipped(self, use: Kept, captured: Captured) -> None:
+        everyone_B = torch.ones(captured.owners.n_samples, device=captured.outputs[0].device)
+        total = use.clipped(everyone_B)
+        self.unclipped = total if self.unclipped is None else self.unclipped + total
+        self.size = use.sq_norm().sqrt().sum() + self.size
+        self.rounding = expected_rounding(list(captured.outputs)) + self.rounding
+
+
+class Book:
+    """Keeps, per parameter, what the backward passes of a physical batch said; then clips.
+
+    Args:
+        root: the model, for names.
+        accumulation_allowed: asked at the start of each backward.
+        force_functorch: take functorch even where a built-in rule exists.
+        strict: raise where a net finds something; otherwise log it.
+        two_passes: ghost: the first backward finds norms, a second one the clipped sums.
+        ghost_norms: False instantiates every per-sample gradient for its norm (fast gradient clipping).
+        stash_budget: bytes that instantiated gradients may take beyond what they replace; see `routes.py`.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        *,
+        accumulation_allowed: Callable[[], bool],
+        force_functorch: bool = False,
+        strict: bool = True,
+        two_passes: bool = False,
+        ghost_norms: bool = True,
+        stash_budget: int = 0,
+    ) -> None:
+        self.root = root
+        self.accumulation_allowed = accumulation_allowed
+        self.force_functorch = force_functorch
+        self.strict = strict
+        self.two_passes = two_passes
+        self.ghost_norms = ghost_norms
+        self.stash_budget = stash_budget
+        self.stage: Stage = "unwrapped" if two_passes else "one pass"
+        self.unwrapped_backward = False
+        self.on_batch: Callable[[Book], None] | None = None
+        self.pending: Callable[[], bool] = lambda: False
+        self.n_samples = 0
+        self.scale = 1.0
+        self._uses: dict[int, _Uses] = {}
+        self._factor_of: Callable[[nn.Parameter], Tensor]
+        self._repeated: set[int] = set()  # used by several calls, as seen in an earlier backward
+        self._low_precision = 0.0
+        self._route = Route()
+        self._plain: set[int] = set()
+        self._verified: set[int] = set()
+        self._watched: dict[int, tuple[weakref.ref[Tensor], torch.utils.hooks.RemovableHandle]] = {}
+        self.watch()
+
+    # ------------------------------------------------------ one backward
+
+    def begin(self) -> None:
+        self._uses.clear()
+        self._low_precision = 0.0
+        self._route = Route(budget=self.stash_budget, always_instantiate=not self.ghost_norms)
+        if self.stage in ("one pass", "norms") and self.pending() and not self.accumulation_allowed():
+            raise ValueError(
+                "the clipped gradients of an earlier backward are still there, and grad accumulation is not compatible "
+                "with Poisson sampling: call optimizer.step() and optimizer.zero_grad() after every backward, or use "
+                "BatchMemoryManager to split a logical batch."
+            )
+
+    def receive(self, path: str, slots: Sequence[Slot], captured: Captured) -> None:
+        if self.stage == "unwrapped":
+            self.unwrapped_backward = True
+            return
+        self.n_samples, self.scale = captured.owners.n_samples, captured.scale
+        self._low_precision = max(self._low_precision, _room(captured.outputs[0]))
+        rule = rule_for(captured.layer, captured.names, force_functorch=self.force_functorch)
+        kept = rule.keep(captured, self._route)
+        for slot in slots:
+            parameter = slot.parameter
+            if parameter is None or slot.name not in kept:
+                continue
+            use = kept[slot.name]
+            uses = self._uses.setdefault(id(parameter), _Uses(parameter))
+            if id(parameter) not in self._verified and self.stage != "sums":
+                uses.note_unclipped(use, captured)
+            if self.stage == "sums":
+                clipped = use.clipped(self._factor_of(parameter))
+                uses.clipped = clipped if uses.clipped is None else uses.clipped.add_(clipped)
+            elif self.stage == "one pass" or id(parameter) in self._repeated or uses.sq_norm_B is not None:
+                uses.kept.append(use)
+                if len(uses.kept) == 1 and not isinstance(use, KeptRows):
+                    uses.sq_norm_B = use.sq_norm()
+            else:
+                uses.sq_norm_B = use.sq_norm()
+
+    def end(self) -> None:
+        if self.stage == "unwrapped":
+            self._plain.clear()
+            return
+        problems = self._used_outside() + (self._disagreement() if self.stage != "sums" else [])
+        self._forget_plain()
+        if problems and self.strict:
+            self._uses.clear()
+            raise_if_any("per-sample gradients are not complete", problems, PerSampleGradientError)
+        if problems:
+            logger.warning("per-sample gradients are not complete: %s", "; ".join(problems))
+        if self.stage != "norms" and self.on_batch is not None:
+            self.on_batch(self)
+            self._uses.clear()
+
+    def discard(self) -> None:
+        self._uses.clear()
+        self._forget_plain()
+
+    # ----------------------------------------------------- norms and sums
+
+    def blocks(self, *, join: bool, wanted: set[int]) -> list[Block]:
+        """What the norms are to be taken of, for parameters with ids in `wanted`.
+
+        Args:
+            join: all small gradients of a device are one block.
+        """
+        blocks: list[Block] = []
+        small: dict[torch.device, list[_Uses]] = {}
+        for key, uses in self._uses.items():
+            if not uses.kept or key not in wanted:
+                continue
+            if join and len(uses.kept) == 1 and isinstance(uses.kept[0], KeptRows):
+                small.setdefault(uses.parameter.device, []).append(uses)
+            else:
+                blocks.append(_single(uses))
+        blocks += [_joined(group) for group in small.values()]
+        room = (1 + self._low_precision) * self.scale
+        for block in blocks:
+            block.norm_B = block.norm_B * room
+        return blocks
+
+    def norms(self) -> tuple[list[nn.Parameter], list[Tensor]]:
+        """Ghost, after the first pass: each parameter's per-sample norms `[B]`."""
+        parameters, norms = [], []
+        room = (1 + self._low_precision) * self.scale
+        for uses in self._uses.values():
+            sq_norm_B = joint_sq_norm(uses.kept) if uses.kept else uses.sq_norm_B
+            if sq_norm_B is not None:
+                parameters.append(uses.parameter)
+                norms.append(sq_norm_B.sqrt() * room)
+        return parameters, norms
+
+    def incomplete(self) -> bool:
+        """Ghost, after the first pass: whether a parameter was used again after what its first use kept was dropped.
+
+        Its uses are known from then on; the first pass has to be repeated.
+        """
+        again = {key for key, uses in self._uses.items() if uses.kept and uses.sq_norm_B is not None}
+        fresh = again - self._repeated
+        self._repeated |= again
+        return bool(fresh)
+
+    def use_factors(self, factor_of: Callable[[nn.Parameter], Tensor]) -> None:
+        """Ghost, before the second pass: what to multiply each sample's gradient of a parameter with, `[B]`."""
+        self._factor_of = factor_of
+
+    def clipped(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Ghost, after the second pass: the clipped sum of each parameter that was used."""
+        return [(uses.parameter, uses.clipped) for uses in self._uses.values() if uses.clipped is not None]
+
+    # ------------------------------------------------------------- nets
+
+    def keeps_attached(self, parameter: nn.Parameter) -> bool:
+        """The first time, a parameter takes part as usual, so that autograd's gradient can be compared with."""
+        return id(parameter) not in self._verified and parameter.grad is None and not unverifiable()
+
+    def watch(self) -> None:
+        """Notice plain gradients of the parameters that train now (and were not watched yet)."""
+        for parameter in self.root.parameters():
+            known = self._watched.get(id(parameter))
+            if parameter.requires_grad and (known is None or known[0]() is not parameter):
+                handle = parameter.register_post_accumulate_grad_hook(lambda p: self._plain.add(id(p)))
+                self._watched[id(parameter)] = (weakref.ref(parameter), handle)
+                self._verified.discard(id(parameter))
+
+    def close(self) -> None:
+        """Take the watching hooks off."""
+        for _, handle in self._watched.values():
+            handle.remove()
+        self._watched.clear()
+
+    def _used_outside(self) -> list[str]:
+        return [
+            f"{name} received a gradient of its own: it is used outside its layer's forward (functional call, penalty on "
+            "weights, output that is no tensor), where it cannot be clipped. Call the layer itself, or freeze it."
+            for name, parameter in self.root.named_parameters()
+            if id(parameter) in self._plain
+            and (id(parameter) not in self._uses or id(parameter) in self._verified)
+        ]
+
+    def _disagreement(self) -> list[str]:
+        names, checked, found = [], [], []
+        for name, parameter in self.root.named_parameters():
+            uses = self._uses.get(id(parameter))
+            if (
+                uses is None
+                or uses.unclipped is None
+                or id(parameter) not in self._plain
+                or not self.n_samples
+            ):
+                continue
+            grad = parameter.grad
+            if grad is None:
+                continue
+            grad = (grad.to_dense() if grad.is_sparse else grad).to(uses.unclipped.dtype)
+            difference = torch.linalg.vector_norm(uses.unclipped - grad)
+            size, rounding = (
+                torch.as_tensor(x, device=grad.device).to(difference) for x in (uses.size, uses.rounding)
+            )
+            names.append(name)
+            checked.append(parameter)
+            found.append(torch.stack([difference, size, rounding]))
+        problems, settled = disagreement(names, [p.dtype for p in checked], found)
+        self._verified.update(id(p) for p, done in zip(checked, settled, strict=True) if done)
+        return problems
+
+    def _forget_plain(self) -> None:
+        """Take away the gradients that were formed for comparison only: `.grad` belongs to the optimizer's step."""
+        for uses in self._uses.values():
+            if id(uses.parameter) in self._plain:
+                uses.parameter.grad = None
+            uses.unclipped = None
+        self._plain.clear()
+
+
+def _single(uses: _Uses) -> Block:
+    sq_norm_B = uses.sq_norm_B if len(uses.kept) == 1 else joint_sq_norm(uses.kept)
+    if sq_norm_B is None:
+        sq_norm_B = uses.kept[0].sq_norm()
+
+    def clipped(factor_B: Tensor) -> list[Tensor]:
+        total = uses.kept[0].clipped(factor_B)
+        for use in uses.kept[1:]:
+            total.add_(use.clipped(factor_B))
+        return [total]
+
+    return Block([uses.parameter], sq_norm_B.sqrt(), clipped)
+
+
+def _joined(group: list[_Uses]) -> Block:
+    """Small gradients of one device side by side: one norm and one product for all of them."""
+    parameters = [uses.parameter for uses in group]
+    rows = [uses.kept[0].matrix() for uses in group]  # type: ignore[attr-defined]
+    together = KeptRows(torch.cat(rows, dim=1) if len(rows) > 1 else rows[0])
+
+    def clipped(factor_B: Tensor) -> list[Tensor]:
+        parts = together.clipped(factor_B).split([p.numel() for p in parameters])
+        return [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
+
+    return Block(parameters, together.sq_norm().sqrt(), clipped)
+
+
+def _room(backprops: Tensor) -> float:
+    if backprops.dtype in _ROOM:
+        return _ROOM[backprops.dtype]
+    reduced = backprops.is_cuda and torch.get_float32_matmul_precision() != "highest"
+    return _ROOM_TF32 if reduced and backprops.dtype == torch.float32 else 0.0

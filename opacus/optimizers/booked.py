@@ -1,0 +1,128 @@
+"""Clipped sums that a book (`bk`, `ghost`) hands over: from the backward that formed them to the step that uses them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from opacus.devices import Placement
+from opacus.errors import PerSampleGradientError, raise_if_any
+from opacus.grad_sample.book import Book
+from opacus.optimizers.utils import describe
+
+if TYPE_CHECKING:
+    from opacus.optimizers.optimizer import DPOptimizer
+
+__all__ = ["BookedSums"]
+
+
+class BookedSums:
+    """Takes each physical batch's clipped sums from `book`, with the clip factors of `optimizer`'s style.
+
+    Args:
+        optimizer: whose clipping style and parameters count.
+        book: what captured the calls.
+
+    Formal guarantee:
+        What is added for one backward is sum_i c_i g_i over that backward's samples, each sample once, with
+        ||c_i g_i|| <= C over the optimizer's parameters.
+    """
+
+    def __init__(self, optimizer: DPOptimizer, book: Book) -> None:
+        self.optimizer = optimizer
+        self.book = book
+        self.backwards = 0  # since the last step
+        self.iterations = 1  # of the last step
+        self._fresh: dict[int, Tensor] = {}
+        book.on_batch = self.take
+        book.pending = lambda: self.backwards > 0
+
+    def take(self, book: Book) -> None:
+        """The backward has ended: clip, and keep the sums."""
+        if book.two_passes:
+            for parameter, total in book.clipped():
+                self._add(parameter, total)
+            self.backwards += 1
+            return
+        optimizer = self.optimizer
+        wanted = {id(p) for p in optimizer.params}
+        blocks = book.blocks(join=optimizer.JOINS_PARAMETERS, wanted=wanted)
+        self.backwards += 1
+        if not blocks:
+            return
+        first = [block.parameters[0] for block in blocks]
+        factors = self.factors(first, [block.norm_B for block in blocks])
+        for block, factor_B in zip(blocks, factors, strict=True):
+            for parameter, total in zip(block.parameters, block.clipped(factor_B), strict=True):
+                self._add(parameter, total)
+
+    def factors(self, parameters: list[nn.Parameter], norms: list[Tensor]) -> list[Tensor]:
+        """What to multiply each sample's raw gradient with, `[B]` for each parameter (or block), on its device."""
+        optimizer = self.optimizer
+        optimizer.before_clipping()
+        weight_B = optimizer.take_sample_weights()
+        placement = Placement(optimizer.params, reduction_device=optimizer.reduction_device)
+        if optimizer.loss_scale != 1:
+            norms = [norm_B / optimizer.loss_scale for norm_B in norms]
+        factors = optimizer.clip_factors(parameters, norms, placement.reduction_device, weight_B)
+        scale = self.book.scale / optimizer.loss_scale
+        scaled = {id(factor_B): factor_B * scale for factor_B in factors}
+        return [scaled[id(factor_B)] for factor_B in factors]
+
+    def _add(self, parameter: nn.Parameter, total: Tensor) -> None:
+        earlier = self._fresh.get(id(parameter))
+        self._fresh[id(parameter)] = total if earlier is None else earlier.add_(total)
+
+    def accumulate(self) -> None:
+        """A step: move the fresh sums to `summed_grad` of each parameter; zero where a parameter was not used.
+
+        Raises:
+            PerSampleGradientError: naming parameters that are not part of the captured model, or if a loss was not wrapped.
+            ValueError: if there was no backward since the last step.
+        """
+        optimizer, book = self.optimizer, self.book
+        if book.unwrapped_backward:
+            book.unwrapped_backward = False
+            raise PerSampleGradientError(
+                "step() cannot go on",
+                [
+                    "a backward was run on a loss that was not wrapped, so nothing was clipped. In grad_sample_mode 'ghost' call "
+                    "backward() on the result of the criterion that make_private returned (DPLossFastGradientClipping); or use "
+                    "grad_sample_mode 'bk', which takes any loss."
+                ],
+            )
+        if not self.backwards:
+            raise ValueError(
+                "per-sample gradients are not there: no backward pass was captured since the last step. Call "
+                "loss.backward() on the output of the private module before step(), and check that its hooks are enabled."
+            )
+        inside = {id(p) for p in book.root.parameters()}
+        raise_if_any(
+            "step() cannot go on",
+            [
+                f"{describe(optimizer, p)} is not part of the model that was made private (were layers or adapters replaced "
+                "since?), so an update would not be private."
+                for p in optimizer.params
+                if id(p) not in inside
+            ],
+            PerSampleGradientError,
+        )
+        for p in optimizer.params:
+            fresh = self._fresh.pop(id(p), None)
+            summed = getattr(p, "summed_grad", None)
+            if fresh is None:
+                if summed is None:
+                    dtype = torch.promote_types(p.dtype, torch.float32)
+                    p.summed_grad = torch.zeros_like(p, dtype=dtype)  # type: ignore[attr-defined]
+            else:
+                p.summed_grad = fresh if summed is None else summed.add_(fresh)  # type: ignore[attr-defined]
+        self._fresh.clear()
+        self.iterations, self.backwards = self.backwards, 0
+
+    def drop(self) -> None:
+        """`zero_grad`: forget sums that no step has taken."""
+        self._fresh.clear()
+        self.backwards = 0
+        self.book.unwrapped_backward = False
