@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import grad as weight_grads
 
 from opacus.grad_sample.captured import Captured
 from opacus.grad_sample.interface import by_parameter
@@ -50,7 +51,7 @@ def explicit_padding(layer: _Conv, x: Tensor) -> Tensor:
         elif layer.padding == "valid":
             sides += [0, 0]
         else:
-            sides += [layer.padding[i]] * 2
+            sides += [int(layer.padding[i])] * 2
     if not any(sides):
         return x
     return F.pad(x, sides, mode="constant" if layer.padding_mode == "zeros" else layer.padding_mode)
@@ -74,7 +75,7 @@ def _reached(layer: _Conv, x: Tensor, g: Tensor) -> Tensor:
 
     `output_padding` adds such positions at the end.
     """
-    sides = [side for i in reversed(range(len(layer.kernel_size))) for side in [layer.padding[i]] * 2]
+    sides = [side for i in reversed(range(len(layer.kernel_size))) for side in [int(layer.padding[i])] * 2]
     g = F.pad(g, sides)
     for i, size in enumerate(x.shape[2:]):
         needed = layer.stride[i] * (size - 1) + layer.dilation[i] * (layer.kernel_size[i] - 1) + 1
@@ -134,9 +135,9 @@ def _grouped(layer: _Conv, x: Tensor, g: Tensor, padding: int | tuple[int, ...])
 
 
 _WEIGHT_GRAD = {
-    1: torch.nn.grad.conv1d_weight,
-    2: torch.nn.grad.conv2d_weight,
-    3: torch.nn.grad.conv3d_weight,
+    1: weight_grads.conv1d_weight,
+    2: weight_grads.conv2d_weight,
+    3: weight_grads.conv3d_weight,
 }
 
 

@@ -28,7 +28,8 @@ def rule_for(layer: nn.Module, names: tuple[str, ...], *, force_functorch: bool 
     sampler = GRAD_SAMPLERS.get(type(layer))
     if sampler is not None and BUILT_IN.get(type(layer)) is not sampler:
         return instantiated(_SampledRows(sampler))
-    if force_functorch:
+    # bags given as one line of ids cannot be cut into rows by functorch
+    if force_functorch and not isinstance(layer, nn.EmbeddingBag):
         return FUNCTORCH
     return builtin_rule(layer, names) or FUNCTORCH
 

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from opacus.errors import PerSampleGradientError
-from opacus.grad_sample import GradSampleHooks, GradSampleModule
+from opacus.grad_sample import GradSampleHooks, GradSampleModule, Owners
 from opacus.grad_sample.capture import Capture
 from opacus.tests.per_sample import RuleViews, assert_close, expected, grad_samples, per_sample_loss
 
@@ -324,3 +324,40 @@ def test_a_bias_without_effect_is_no_false_alarm():
     for dtype in (torch.float32, torch.bfloat16):
         model = nn.Sequential(nn.Conv1d(3, 4, 1), nn.InstanceNorm1d(4), nn.Conv1d(4, 2, 1)).to(dtype)
         GradSampleModule(model)(torch.randn(8, 3, 16, dtype=dtype)).tanh().sum().backward()
+
+
+def test_the_isolation_check_is_made_once_and_leaves_no_trace():
+    model = GradSampleModule(nn.Sequential(linear(), nn.Tanh(), linear()))
+    seen = []
+    model.get_submodule("_module.1").register_full_backward_hook(lambda *_: seen.append(1))
+    state = torch.get_rng_state()
+    out = model(torch.ones(3, 4))
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(p.grad is None and p.grad_sample is None for p in model.parameters())
+    assert len(seen) == 1
+    out.sum().backward()
+    model(torch.ones(3, 4)).sum().backward()
+    assert len(seen) == 3
+
+
+def test_one_sample_cannot_be_checked_so_the_check_waits_for_two():
+    model = GradSampleModule(Calls(mixed, lost=linear(), head=linear()))
+    model(torch.randn(1, 5, 4)).sum().backward()
+    with pytest.raises(PerSampleGradientError, match="not isolated"):
+        model(torch.randn(2, 5, 4))
+
+
+def test_rows_of_one_sample_may_see_each_other():
+    model = Calls(
+        lambda m, x: m.head(m.lost(x).view(-1, 2, 4).mean(1).repeat_interleave(2, 0)),
+        lost=linear(),
+        head=linear(),
+    )
+    hooks = GradSampleHooks(model, loss_reduction="sum")
+    hooks.set_owners(Owners(2, torch.tensor([0, 0, 1, 1])))
+    model(torch.randn(4, 4)).sum().backward()
+    assert model.lost.weight.grad_sample.shape == (2, 4, 4)
+    hooks.set_owners(None)
+    hooks.cleanup()
+    with pytest.raises(PerSampleGradientError, match="not isolated"):
+        GradSampleModule(model)(torch.randn(4, 4))

@@ -111,14 +111,10 @@ BAG_OPTIONS = [
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("options", BAG_OPTIONS, ids=str)
 def test_bags_as_a_matrix_are_exact(options, view):
-    if view == "functorch" and "padding_idx" in options:
-        pytest.skip(
-            "forced functorch runs torch's own embedding_bag under vmap; covered below without padding"
-        )
     check(lambda: nn.EmbeddingBag(6, 3, **options), IDS, view=view)
 
 
-@pytest.mark.parametrize("view", ["float64", "float32", "policy", "empty"])
+@pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("last", [False, True], ids=["", "include_last_offset"])
 @pytest.mark.parametrize("offsets", OFFSETS, ids=str)
 @pytest.mark.parametrize("options", BAG_OPTIONS, ids=str)
