@@ -154,7 +154,7 @@ def _search(epsilon_of: Callable[[float], float], floor: float, target: float) -
     aim = (floor + target) / 2
     low_gap, high_gap = _log_ratio(low_epsilon, aim), _log_ratio(high_epsilon, aim)
     attempt = 0
-    while high_epsilon < floor and high / low > 1 + 1e-12:
+    while high_epsilon < floor and high / low > 1 + 1e-7:
         attempt += 1
         usable = math.isfinite(low_gap - high_gap) and attempt % 4 and low_gap > 0 > high_gap
         share = low_gap / (low_gap - high_gap) if usable else 0.5

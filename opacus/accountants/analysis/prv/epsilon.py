@@ -5,13 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from opacus.accountants.analysis.prv.compose import MeshTooLargeError, compose_heterogeneous
-from opacus.accountants.analysis.prv.domain import Domain
-from opacus.accountants.analysis.prv.prvs import (
-    PoissonSubsampledGaussianPRV,
-    TruncatedPrivacyRandomVariable,
-    discretize,
-)
+from opacus.accountants.analysis.prv.compose import MeshTooLargeError
+from opacus.accountants.analysis.prv.prvs import PoissonSubsampledGaussianPRV
+from opacus.accountants.analysis.prv.split import Loss, compose_on_two_meshes
 
 __all__ = ["CannotAnswerError", "composed_epsilon"]
 
@@ -58,29 +54,28 @@ def composed_epsilon(
     if available < 0.9 * delta:
         raise CannotAnswerError(f"delta {delta:.1g} is too close to the rounding errors of {steps} steps")
 
-    pairs = [
-        [(PoissonSubsampledGaussianPRV(rate, sigma, added), count) for sigma, rate, count in history]
-        for added in (False, True)
-    ]
-    bounds = [[prv.bounds(delta_error / 4 / steps) for prv, _ in pair] for pair in pairs]
-    variance = sum(
-        count * prv.variance(*limits) for (prv, count), limits in zip(pairs[0], bounds[0], strict=True)
-    )
-    # Rounding to the mesh adds a variance of about spacing^2 / 6 a step; this is 1% of what there is.
-    spacing = math.sqrt(0.06 * variance / steps)
+    sides = []
+    for added in (False, True):
+        prvs = [PoissonSubsampledGaussianPRV(rate, sigma, added) for sigma, rate, _ in history]
+        # Either tail of every step may be cut: in total half of delta_error. The rest is for wrapping.
+        bounds = [prv.bounds(delta_error / 4 / steps) for prv in prvs]
+        counts = [count for _, _, count in history]
+        sides.append(
+            [Loss(prv, *limits, count) for prv, limits, count in zip(prvs, bounds, counts, strict=True)]
+        )
+    # Rounding to a mesh adds a variance of about spacing^2 / 6 a step; this is 1% of what there is.
+    fineness = math.sqrt(0.06)
     limit = min(_MAX_POINTS, _MAX_TOTAL // len(history))
     best = [math.inf, math.inf]
     previous = coarser = math.inf
     while True:
         points = 0.0
         try:
-            for side, pair in enumerate(pairs):
+            for side, losses in enumerate(sides):
                 # Both sides are upper bounds: one that is below the other will stay there, or does not matter.
                 if side == 0 or best[1] > best[0]:
-                    found, size = _epsilon_on_mesh(
-                        pair, bounds[side], spacing, available, delta_error / 4, limit
-                    )
-                    best[side], points = min(best[side], found), max(points, size)
+                    composed, size = compose_on_two_meshes(losses, fineness, delta_error / 2, limit)
+                    best[side], points = min(best[side], composed.epsilon(available)), max(points, size)
         except MeshTooLargeError as reason:
             raise CannotAnswerError(str(reason), max(best)) from None
         epsilon = max(best)
@@ -88,34 +83,14 @@ def composed_epsilon(
         error = math.inf
         if math.isfinite(previous):
             # The error shrinks with the square of the spacing, so two meshes show what is left of it.
-            error = (previous - epsilon) / ((coarser / spacing) ** 2 - 1)
+            error = (previous - epsilon) / ((coarser / fineness) ** 2 - 1)
         if error <= wanted:
             return epsilon
-        finest = spacing * points / limit
-        if finest > 0.7 * spacing:
+        finest = fineness * points / limit
+        if finest > 0.7 * fineness:
             if error <= 0.01 * epsilon:
                 return epsilon
             raise CannotAnswerError(f"an accurate mesh would have more than {limit} points", epsilon)
-        previous, coarser = epsilon, spacing
+        previous, coarser = epsilon, fineness
         step = 0.5 if not math.isfinite(error) else min(0.5, 0.9 * math.sqrt(wanted / error))
-        spacing = max(spacing * step, 1.05 * finest)
-
-
-def _epsilon_on_mesh(
-    pair: Sequence[tuple[PoissonSubsampledGaussianPRV, int]],
-    bounds: Sequence[tuple[float, float]],
-    spacing: float,
-    delta: float,
-    tail_mass: float,
-    limit: int,
-) -> tuple[float, float]:
-    """Epsilon of one direction on one mesh, and the most points that any of its losses had."""
-    points = max((high - low) / spacing for low, high in bounds)
-    if not points <= limit:
-        raise MeshTooLargeError(f"the mesh of one step would have {points:.1e} points, more than {limit}")
-    losses = [
-        discretize(TruncatedPrivacyRandomVariable(prv, low, high), Domain.create_aligned(low, high, spacing))
-        for (prv, _), (low, high) in zip(pair, bounds, strict=True)
-    ]
-    composed = compose_heterogeneous(losses, [count for _, count in pair], tail_mass, limit)
-    return composed.epsilon(delta), max(points, float(len(composed)))
+        fineness = max(fineness * step, 1.05 * finest)

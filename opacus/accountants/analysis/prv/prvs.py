@@ -54,12 +54,19 @@ class PoissonSubsampledGaussianPRV:
         return np.where(tilt < 1, near, far)
 
     def _noise_at(self, loss: np.ndarray) -> np.ndarray:
-        """The x with the given loss; -inf where every x has more."""
+        """The x with each given loss, ascending; -inf where every x has more."""
         q, variance = self.sample_rate, self.noise_multiplier**2
-        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            near = np.log1p(np.maximum(np.expm1(np.minimum(loss, 1)) / q, -1))
-            far = loss - math.log(q) + np.log1p(-(1 - q) * np.exp(-np.maximum(loss, 1)))
-        return variance * np.where(loss < 1, near, far) + 0.5
+        near, far = np.split(loss, [int(np.searchsorted(loss, 1.0))])
+        with np.errstate(divide="ignore"):
+            near = np.log1p(np.maximum(np.expm1(near) / q, -1))
+        far = far - math.log(q) + np.log1p((q - 1) * np.exp(-far))
+        return variance * np.concatenate((near, far)) + 0.5
+
+    def _noise_in_any_order(self, loss: np.ndarray) -> np.ndarray:
+        order = np.argsort(loss, axis=None)
+        x = np.empty(loss.size)
+        x[order] = self._noise_at(loss.ravel()[order])
+        return x.reshape(loss.shape)
 
     def masses(self, ts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """E[1] and E[exp(-T)] over each interval between consecutive `ts` (ascending), without cancellation."""
@@ -92,6 +99,11 @@ class PoissonSubsampledGaussianPRV:
         low, high = low - margin, high + margin
         return (-high, -low) if self.added else (low, high)
 
+    def typical(self) -> float:
+        """The loss without noise and without the sample: near it lies the mass of a run with a small sample rate."""
+        loss = float(self._loss(0.0))
+        return -loss if self.added else loss
+
     def variance(self, t_min: float, t_max: float) -> float:
         """Second moment of the loss between two bounds, to a few percent."""
         x = self._noise_at(np.array([-t_max, -t_min] if self.added else [t_min, t_max]))
@@ -108,8 +120,8 @@ class PoissonSubsampledGaussianPRV:
         t_N = np.asarray(t, dtype=np.float64)
         s = self.noise_multiplier
         if self.added:
-            return ndtr(-self._noise_at(-t_N) / s)
-        x = self._noise_at(t_N)
+            return ndtr(-self._noise_in_any_order(-t_N) / s)
+        x = self._noise_in_any_order(t_N)
         return (1 - self.sample_rate) * ndtr(x / s) + self.sample_rate * ndtr((x - 1) / s)
 
     def pdf(self, t: Any) -> Any:
@@ -117,7 +129,7 @@ class PoissonSubsampledGaussianPRV:
         t_N = np.asarray(t, dtype=np.float64)
         s, q = self.noise_multiplier, self.sample_rate
         loss = -t_N if self.added else t_N
-        x = self._noise_at(loss)
+        x = self._noise_in_any_order(loss)
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             log_q = -0.5 * (x / s) ** 2 - math.log(s * math.sqrt(2 * math.pi))
             # dx/dl = s^2 / (1 - (1 - q) exp(-l)); the density of P is exp(l) times that of Q.
