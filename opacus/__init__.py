@@ -3,8 +3,8 @@
 An independent implementation of the public interface of Opacus 1.6.0.
 """
 
-from opacus.grad_sample import GradSampleModule
+from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
 from opacus.privacy_engine import PrivacyEngine
 from opacus.version import __version__
 
-__all__ = ["GradSampleModule", "PrivacyEngine", "__version__"]
+__all__ = ["GradSampleModule", "GradSampleModuleFastGradientClipping", "PrivacyEngine", "__version__"]

@@ -11,16 +11,18 @@ from torch.optim import Optimizer
 
 from opacus.grad_sample import AbstractGradSampleModule, get_gsm_class, get_hooks_class
 from opacus.optimizers import DPOptimizer, get_optimizer_class
+from opacus.utils.fast_gradient_clipping_utils import criterion_problems
 from opacus.utils.sample_rate import loader_problems
 from opacus.validators import ModuleValidator
 from opacus.validators.errors import UnsupportedModuleError
 
-__all__ = ["loader_findings", "make_private_findings"]
+__all__ = ["loader_findings", "make_private_findings", "mode_option_names"]
 
 
 def make_private_findings(
     *,
     module: Any,
+    criterion: Any,
     optimizer: Any,
     data_loader: Any,
     noise_multiplier: Any,
@@ -48,6 +50,8 @@ def make_private_findings(
         if isinstance(optimizer, Optimizer):
             problems += _optimizer_findings(module, optimizer)
     problems += _refusal(get_gsm_class if wrap_model else get_hooks_class, grad_sample_mode)
+    if grad_sample_mode == "ghost":
+        problems += criterion_problems(criterion, loss_reduction)
     refused = _refusal(get_optimizer_class, clipping, False, grad_sample_mode)
     problems += refused
     kind = DPOptimizer if refused else get_optimizer_class(clipping, False, grad_sample_mode)
@@ -71,6 +75,11 @@ def make_private_findings(
             "is not available in this version, and each rank would train a model of its own. Run one process."
         )
     return problems, layer_errors
+
+
+def mode_option_names(grad_sample_mode: str) -> tuple[str, ...]:
+    """Keyword arguments of `make_private` that belong to the grad sample mode."""
+    return {"bk": ("stash_budget",), "ghost": ("use_ghost_clipping",)}.get(grad_sample_mode, ())
 
 
 def loader_findings(data_loader: Any) -> list[str]:

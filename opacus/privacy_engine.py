@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from opacus import checkpoint
 from opacus.accountants import create_accountant
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.data_loader import DPDataLoader
@@ -17,7 +19,9 @@ from opacus.errors import ConfigurationError
 from opacus.grad_sample import AbstractGradSampleHooks, AbstractGradSampleModule, wrap_model
 from opacus.grad_sample.book import Book
 from opacus.optimizers import DPOptimizer, get_optimizer_class
-from opacus.preconditions import loader_findings, make_private_findings
+from opacus.preconditions import loader_findings, make_private_findings, mode_option_names
+from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+from opacus.utils.resumable import Sampling
 from opacus.utils.sample_rate import sample_rate_of
 from opacus.validators import ModuleValidator
 from opacus.validators.batch_norm import guard_frozen
@@ -57,6 +61,7 @@ class PrivacyEngine:
         self.secure_mode = secure_mode
         self.secure_rng = None
         self.dataset: Any = None
+        self.sampling: Sampling | None = None  # of the loader made last; for checkpoints
 
     def make_private(
         self,
@@ -76,13 +81,13 @@ class PrivacyEngine:
         wrap_model: bool = True,
         rand_on_empty: bool = False,
         **kwargs: Any,
-    ) -> tuple[AbstractGradSampleModule | AbstractGradSampleHooks, DPOptimizer, DataLoader]:
+    ) -> Any:
         """Attach everything a private run needs; afterwards train as usual with what is returned.
 
         Args:
             module: the model, its parameters on any number of devices.
             optimizer: over `module`'s parameters.
-            criterion: the loss, for modes that have to wrap it; not used by the modes available here.
+            criterion: the loss, for mode "ghost", which has to wrap it.
             data_loader: over a data set of known length.
             noise_multiplier: sigma: noise standard deviation over `max_grad_norm`.
             max_grad_norm: clipping norm C.
@@ -92,13 +97,15 @@ class PrivacyEngine:
                 Without it the reported epsilon does not describe what the loader does.
             clipping: the clipping style.
             noise_generator: the noise's one stream, on any device; None follows `torch.manual_seed`.
-            grad_sample_mode: how per-sample gradients are formed.
+            grad_sample_mode: how samples are clipped: "hooks" (per-sample gradients on `p.grad_sample`), "functorch" (the same, by
+                functorch for every layer), "bk" (one backward, no per-sample gradients: the fastest), "ghost" (two backward
+                passes of a wrapped criterion: the least memory), "ew", "no_op".
             wrap_model: return a wrapper around `module` (True), or hook it and return the hooks (False).
             rand_on_empty: see `DPDataLoader`.
             **kwargs: options of the clipping style's optimizer; `reduction_device`.
 
         Returns:
-            `(module or hooks, optimizer, data_loader)`.
+            `(module or hooks, optimizer, data_loader)`; in mode "ghost" `(module or hooks, optimizer, criterion, data_loader)`.
 
         Raises:
             ConfigurationError: listing everything that keeps the run from being private; nothing was changed.
@@ -112,8 +119,12 @@ class PrivacyEngine:
         if isinstance(optimizer, DPOptimizer):
             optimizer = optimizer.original_optimizer
         inner = module._module if isinstance(module, AbstractGradSampleModule) else module
+        mode_options = {
+            name: kwargs.pop(name) for name in mode_option_names(grad_sample_mode) if name in kwargs
+        }
         problems, layer_errors = make_private_findings(
             module=module,
+            criterion=criterion,
             optimizer=optimizer,
             data_loader=data_loader,
             noise_multiplier=noise_multiplier,
@@ -147,8 +158,10 @@ class PrivacyEngine:
             **kwargs,
         )
         private_optimizer.param_names = {id(p): name for name, p in inner.named_parameters()}
+        if grad_sample_mode == "ghost":
+            mode_options["max_grad_norm"] = private_optimizer.max_grad_norm
         private_module = self._prepare_model(
-            module, batch_first, loss_reduction, grad_sample_mode, wrap_model
+            module, batch_first, loss_reduction, grad_sample_mode, wrap_model, mode_options
         )
         book = getattr(private_module, "policy", None)
         if isinstance(book, Book):
@@ -158,15 +171,27 @@ class PrivacyEngine:
         guard_frozen(inner)
         private_optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=sample_rate))
         self.dataset = data_loader.dataset
+        self.sampling = Sampling.of(private_loader)
+        if grad_sample_mode == "ghost":
+            private_criterion = DPLossFastGradientClipping(
+                private_module, private_optimizer, criterion, loss_reduction
+            )
+            return private_module, private_optimizer, private_criterion, private_loader
         return private_module, private_optimizer, private_loader
 
     def _prepare_model(
-        self, module: nn.Module, batch_first: bool, loss_reduction: str, grad_sample_mode: str, wrap: bool
-    ) -> AbstractGradSampleModule | AbstractGradSampleHooks:
+        self,
+        module: nn.Module,
+        batch_first: bool,
+        loss_reduction: str,
+        grad_sample_mode: str,
+        wrap: bool,
+        options: dict[str, Any],
+    ) -> Any:
         if isinstance(module, AbstractGradSampleModule):
             return module
         return wrap_model(
-            module, grad_sample_mode, wrap, batch_first=batch_first, loss_reduction=loss_reduction
+            module, grad_sample_mode, wrap, batch_first=batch_first, loss_reduction=loss_reduction, **options
         )
 
     def make_private_with_epsilon(
@@ -188,7 +213,7 @@ class PrivacyEngine:
         grad_sample_mode: str = "hooks",
         wrap_model: bool = True,
         **kwargs: Any,
-    ) -> tuple[AbstractGradSampleModule | AbstractGradSampleHooks, DPOptimizer, DataLoader]:
+    ) -> Any:
         """`make_private` with the noise multiplier that spends `target_epsilon` over `epochs`.
 
         Args:
@@ -199,7 +224,7 @@ class PrivacyEngine:
                 noise_generator, grad_sample_mode, wrap_model, **kwargs: as in `make_private`.
 
         Returns:
-            `(module or hooks, optimizer, data_loader)`.
+            What `make_private` returns.
 
         Raises:
             ConfigurationError: as `make_private`, or if no noise multiplier reaches the target.
@@ -246,6 +271,103 @@ class PrivacyEngine:
             delta: between 0 and 1, below one over the number of records.
         """
         return self.accountant.get_epsilon(delta)
+
+    def save_checkpoint(
+        self,
+        *,
+        path: str | os.PathLike[str] | BinaryIO,
+        module: AbstractGradSampleModule | AbstractGradSampleHooks,
+        optimizer: DPOptimizer | None = None,
+        noise_scheduler: Any = None,
+        grad_clip_scheduler: Any = None,
+        checkpoint_dict: dict[str, Any] | None = None,
+        module_state_dict_kwargs: dict[str, Any] | None = None,
+        torch_save_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Write all that a resumed run needs: see `load_checkpoint` for what it promises.
+
+        The file is complete or the previous one: it is written under another name, read back, and renamed.
+
+        Args:
+            path: where to; in a file object's case everything comes in one `write`.
+            module: the model, wrapped or plain, or its hooks.
+            optimizer: the private optimizer: the inner optimizer's state, noise multiplier, clipping norms, and the noise's stream.
+            noise_scheduler, grad_clip_scheduler: schedules whose state is saved too.
+            checkpoint_dict: anything of your own, e.g. `{"epoch": 3}` or a learning-rate scheduler's state dict: tensors and
+                plain Python values. It is not changed.
+            module_state_dict_kwargs: passed on to `module.state_dict`.
+            torch_save_kwargs: passed on to `torch.save`.
+
+        Raises:
+            CheckpointError: naming what could not be loaded again. No file was changed.
+
+        Warns:
+            UserWarning: within a logical batch (a skipped step), whose gradients so far are not saved.
+
+        Formal guarantee:
+            None for the file: it holds the state of the noise's generator, from which noise can be computed and taken off. Keep
+            it as secret as the data, and release the weights alone.
+        """
+        checkpoint.save(
+            self,
+            path=path,
+            module=module,
+            optimizer=optimizer,
+            schedulers={"noise_scheduler": noise_scheduler, "grad_clip_scheduler": grad_clip_scheduler},
+            checkpoint_dict=checkpoint_dict,
+            module_state_dict_kwargs=module_state_dict_kwargs,
+            torch_save_kwargs=torch_save_kwargs,
+        )
+
+    def load_checkpoint(
+        self,
+        *,
+        path: str | os.PathLike[str] | BinaryIO,
+        module: AbstractGradSampleModule | AbstractGradSampleHooks,
+        optimizer: DPOptimizer | None = None,
+        noise_scheduler: Any = None,
+        grad_clip_scheduler: Any = None,
+        module_load_dict_kwargs: dict[str, Any] | None = None,
+        torch_load_kwargs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Go on where `save_checkpoint` was called; first make everything private as for the run that was saved.
+
+        On the same devices the resumed run computes the parameters of an uninterrupted one, bit for bit, and its epsilon: the
+        noise, the batches and torch's default generators (dropout) continue. Saved within an epoch, the loader's next pass yields
+        the rest of that epoch; bit for bit if it has no workers. (With workers, or without Poisson sampling, an epoch
+        begins anew.) On another number of devices of the same type noise and batches are the same, dropout and rounding need
+        not be. On another type of device new streams are seeded from the saved ones. Generators of Python and NumPy, and those in
+        workers, are not saved.
+
+        Args:
+            path: what `save_checkpoint`, here or of Opacus 1.6.0, wrote.
+            module: the model, wrapped or plain, or its hooks.
+            optimizer: the private optimizer; its noise multiplier and clipping norms become the saved ones.
+            noise_scheduler, grad_clip_scheduler: schedules to go on with.
+            module_load_dict_kwargs: passed on to `module.load_state_dict`.
+            torch_load_kwargs: passed on to `torch.load`; `weights_only` is always True.
+
+        Returns:
+            What was passed as `checkpoint_dict`, with `"module_state_dict"` and `"privacy_accountant_state_dict"`.
+
+        Raises:
+            CheckpointError: listing all that is missing, of another mechanism, of another shape, damaged or not to be trusted.
+                Nothing was changed.
+
+        Formal guarantee:
+            No code in the file is executed. Epsilon counts each step of the run that led to the checkpoint, and each step from now
+            on. Steps of a crashed run after its last checkpoint are computed again, not added: whatever came out of
+            them must not be used unless the resumed run repeats them bit for bit.
+        """
+        return checkpoint.load(
+            self,
+            path=path,
+            module=module,
+            optimizer=optimizer,
+            schedulers={"noise_scheduler": noise_scheduler, "grad_clip_scheduler": grad_clip_scheduler},
+            module_load_dict_kwargs=module_load_dict_kwargs,
+            torch_load_kwargs=torch_load_kwargs,
+        )
 
     def is_compatible(
         self, *, module: nn.Module, optimizer: Optimizer | None, data_loader: DataLoader | None

@@ -14,20 +14,34 @@ from opacus.grad_sample.embedding import (
 )
 from opacus.grad_sample.embedding_bag import EMBEDDING_BAG as _EMBEDDING_BAG  # noqa: F401  registers the rule
 from opacus.grad_sample.grad_sample_module import GradSampleHooks, GradSampleModule
+from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
+    GradSampleHooksFastGradientClipping,
+    GradSampleModuleFastGradientClipping,
+)
+from opacus.grad_sample.grad_sample_module_fast_gradient_clipping_fsdp import (
+    GradSampleHooksFastGradientClippingFSDP,
+    GradSampleModuleFastGradientClippingFSDP,
+)
+from opacus.grad_sample.grad_sample_module_fast_gradient_clipping_tp import (
+    GradSampleHooksFastGradientClippingTP,
+    GradSampleModuleFastGradientClippingTP,
+)
 from opacus.grad_sample.group_norm import compute_group_norm_grad_sample
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
+from opacus.grad_sample.gsm_book_keeping import GradSampleHooksBookKeeping, GradSampleModuleBookKeeping
 from opacus.grad_sample.gsm_exp_weights import GradSampleModuleExpandedWeights
 from opacus.grad_sample.gsm_no_op import GradSampleHooksNoOp, GradSampleModuleNoOp
 from opacus.grad_sample.instance_norm import compute_instance_norm_grad_sample
 from opacus.grad_sample.layer_norm import compute_layer_norm_grad_sample
-from opacus.grad_sample.linear import compute_linear_grad_sample
+from opacus.grad_sample.linear import compute_linear_grad_sample, compute_linear_norm_sample
 from opacus.grad_sample.rms_norm import compute_rms_norm_grad_sample
-from opacus.grad_sample.selection import BUILT_IN, GRAD_SAMPLERS
+from opacus.grad_sample.selection import BUILT_IN, BUILT_IN_NORMS, GRAD_SAMPLERS, NORM_SAMPLERS
 from opacus.grad_sample.utils import (
     get_gsm_class,
     get_hooks_class,
     prepare_module,
     register_grad_sampler,
+    register_norm_sampler,
     wrap_model,
 )
 from opacus.layers import SequenceBias
@@ -52,15 +66,25 @@ BUILT_IN.update(
     }
 )
 GRAD_SAMPLERS.update(BUILT_IN)
+BUILT_IN_NORMS.update({nn.Linear: compute_linear_norm_sample, nn.Embedding: compute_embedding_norm_sample})
+NORM_SAMPLERS.update(BUILT_IN_NORMS)
 
 __all__ = [
     "AbstractGradSampleHooks",
     "AbstractGradSampleModule",
     "Captured",
     "GradSampleHooks",
+    "GradSampleHooksBookKeeping",
+    "GradSampleHooksFastGradientClipping",
+    "GradSampleHooksFastGradientClippingFSDP",
+    "GradSampleHooksFastGradientClippingTP",
     "GradSampleHooksNoOp",
     "GradSampleModule",
+    "GradSampleModuleBookKeeping",
     "GradSampleModuleExpandedWeights",
+    "GradSampleModuleFastGradientClipping",
+    "GradSampleModuleFastGradientClippingFSDP",
+    "GradSampleModuleFastGradientClippingTP",
     "GradSampleModuleNoOp",
     "Owners",
     "compute_conv_grad_sample",
@@ -79,5 +103,6 @@ __all__ = [
     "get_hooks_class",
     "prepare_module",
     "register_grad_sampler",
+    "register_norm_sampler",
     "wrap_model",
 ]

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from opacus.errors import PerSampleGradientError, raise_if_any
 from opacus.grad_sample.captured import Captured
-from opacus.grad_sample.kept import Kept, KeptRows, joint_sq_norm
+from opacus.grad_sample.kept import Kept, KeptRows, KeptWithNorm, joint_sq_norm
 from opacus.grad_sample.ownership import Slot
 from opacus.grad_sample.routes import Route
-from opacus.grad_sample.selection import rule_for
+from opacus.grad_sample.selection import norms_by_user, rule_for
 from opacus.grad_sample.verification import disagreement, expected_rounding, unverifiable
 
 __all__ = ["Block", "Book"]
@@ -38,7 +38,9 @@ logger = logging.getLogger(__name__)
 _ROOM = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
 _ROOM_TF32 = 2.0**-10
 
-Stage = Literal["one pass", "norms", "sums", "unwrapped"]
+# "norms again": the same forward once more, where a use of a parameter was dropped before the next one came
+Stage = Literal["one pass", "norms", "norms again", "sums", "unwrapped"]
+_FIRST = ("one pass", "norms")  # of a forward: what was formed for comparison is compared then
 
 
 @dataclass
@@ -122,6 +124,7 @@ class Book:
         self._route = Route()
         self._plain: set[int] = set()
         self._verified: set[int] = set()
+        self._settled: set[int] = set()  # verified, from the next forward on: recomputation must repeat this one
         self._watched: dict[int, tuple[weakref.ref[Tensor], torch.utils.hooks.RemovableHandle]] = {}
         self.watch()
 
@@ -131,7 +134,7 @@ class Book:
         self._uses.clear()
         self._low_precision = 0.0
         self._route = Route(budget=self.stash_budget, always_instantiate=not self.ghost_norms)
-        if self.stage in ("one pass", "norms") and self.pending() and not self.accumulation_allowed():
+        if self.stage in _FIRST and self.pending() and not self.accumulation_allowed():
             raise ValueError(
                 "the clipped gradients of an earlier backward are still there, and grad accumulation is not compatible "
                 "with Poisson sampling: call optimizer.step() and optimizer.zero_grad() after every backward, or use "
@@ -146,13 +149,16 @@ class Book:
         self._low_precision = max(self._low_precision, _room(captured.outputs[0]))
         rule = rule_for(captured.layer, captured.names, force_functorch=self.force_functorch)
         kept = rule.keep(captured, self._route)
+        norms = norms_by_user(captured) or {}
         for slot in slots:
             parameter = slot.parameter
             if parameter is None or slot.name not in kept:
                 continue
             use = kept[slot.name]
+            if parameter in norms:
+                use = KeptWithNorm(use, norms[parameter])
             uses = self._uses.setdefault(id(parameter), _Uses(parameter))
-            if id(parameter) not in self._verified and self.stage != "sums":
+            if id(parameter) not in self._verified and self.stage in _FIRST:
                 uses.note_unclipped(use, captured)
             if self.stage == "sums":
                 clipped = use.clipped(self._factor_of(parameter))
@@ -168,14 +174,14 @@ class Book:
         if self.stage == "unwrapped":
             self._plain.clear()
             return
-        problems = self._used_outside() + (self._disagreement() if self.stage != "sums" else [])
+        problems = self._used_outside() + self._disagreement() if self.stage in _FIRST else []
         self._forget_plain()
         if problems and self.strict:
             self._uses.clear()
             raise_if_any("per-sample gradients are not complete", problems, PerSampleGradientError)
         if problems:
             logger.warning("per-sample gradients are not complete: %s", "; ".join(problems))
-        if self.stage != "norms" and self.on_batch is not None:
+        if self.stage in ("one pass", "sums") and self.on_batch is not None:
             self.on_batch(self)
             self._uses.clear()
 
@@ -241,8 +247,14 @@ class Book:
         """The first time, a parameter takes part as usual, so that autograd's gradient can be compared with."""
         return id(parameter) not in self._verified and parameter.grad is None and not unverifiable()
 
+    def settle(self) -> None:
+        """Parameters found right in the last batch take part detached from now on."""
+        self._verified |= self._settled
+        self._settled.clear()
+
     def watch(self) -> None:
-        """Notice plain gradients of the parameters that train now (and were not watched yet)."""
+        """Before a forward: notice plain gradients of the parameters that train now (and were not watched yet)."""
+        self.settle()
         for parameter in self.root.parameters():
             known = self._watched.get(id(parameter))
             if parameter.requires_grad and (known is None or known[0]() is not parameter):
@@ -288,7 +300,7 @@ class Book:
             checked.append(parameter)
             found.append(torch.stack([difference, size, rounding]))
         problems, settled = disagreement(names, [p.dtype for p in checked], found)
-        self._verified.update(id(p) for p, done in zip(checked, settled, strict=True) if done)
+        self._settled.update(id(p) for p, done in zip(checked, settled, strict=True) if done)
         return problems
 
     def _forget_plain(self) -> None:

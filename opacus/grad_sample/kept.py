@@ -18,7 +18,16 @@ from torch import Tensor
 
 from opacus.grad_sample.products import gram_sq_norm, outer_rows, scaled_product
 
-__all__ = ["Kept", "KeptLookup", "KeptProduct", "KeptRows", "LookedUp", "joint_sq_norm", "segment_sq_norm"]
+__all__ = [
+    "Kept",
+    "KeptLookup",
+    "KeptProduct",
+    "KeptRows",
+    "KeptWithNorm",
+    "LookedUp",
+    "joint_sq_norm",
+    "segment_sq_norm",
+]
 
 
 class Kept(Protocol):
@@ -79,6 +88,23 @@ class KeptProduct:
 
     def clipped(self, factor_B: Tensor) -> Tensor:
         return scaled_product(*self.pairs(), factor_B).reshape(self.shape)
+
+
+@dataclass
+class KeptWithNorm:
+    """A use whose norm the user's own norm sampler found."""
+
+    use: Kept
+    norm_B: Tensor
+
+    def sq_norm(self) -> Tensor:
+        return self.norm_B.square()
+
+    def instantiated(self) -> Tensor:
+        return self.use.instantiated()
+
+    def clipped(self, factor_B: Tensor) -> Tensor:
+        return self.use.clipped(factor_B)
 
 
 class LookedUp:

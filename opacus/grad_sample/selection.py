@@ -13,7 +13,7 @@ from opacus.grad_sample.functorch import FUNCTORCH
 from opacus.grad_sample.ownership import slots
 from opacus.grad_sample.rules import Rule, builtin_rule, instantiated
 
-__all__ = ["GRAD_SAMPLERS", "GradSampler", "rule_for"]
+__all__ = ["GRAD_SAMPLERS", "NORM_SAMPLERS", "GradSampler", "norms_by_user", "rule_for"]
 
 GradSampler = Callable[[Any, list[Tensor], Tensor], Mapping[nn.Parameter, Tensor]]
 
@@ -21,6 +21,22 @@ GradSampler = Callable[[Any, list[Tensor], Tensor], Mapping[nn.Parameter, Tensor
 # replace it or delete it; a class that maps to its built-in function takes the built-in rule.
 GRAD_SAMPLERS: dict[type[nn.Module], GradSampler] = {}
 BUILT_IN: dict[type[nn.Module], GradSampler] = {}
+
+# Likewise for norms: `(layer, activations, backprops) -> {parameter: [B]}`, used by the modes "ghost" and "bk".
+NORM_SAMPLERS: dict[type[nn.Module], GradSampler] = {}
+BUILT_IN_NORMS: dict[type[nn.Module], GradSampler] = {}
+
+
+def norms_by_user(captured: Captured) -> dict[nn.Parameter, Tensor] | None:
+    """Norms `[B]` from a norm sampler that the user registered for the layer's class, if there is one."""
+    sampler = NORM_SAMPLERS.get(type(captured.layer))
+    if (
+        sampler is None
+        or BUILT_IN_NORMS.get(type(captured.layer)) is sampler
+        or captured.owners.index_R is not None
+    ):
+        return None
+    return dict(sampler(captured.layer, captured.inputs, captured.backprops))
 
 
 def rule_for(layer: nn.Module, names: tuple[str, ...], *, force_functorch: bool = False) -> Rule:

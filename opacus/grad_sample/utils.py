@@ -8,13 +8,32 @@ from typing import Any
 from torch import nn
 
 from opacus.grad_sample.grad_sample_module import GradSampleHooks, GradSampleModule
+from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
+    GradSampleHooksFastGradientClipping,
+    GradSampleModuleFastGradientClipping,
+)
+from opacus.grad_sample.grad_sample_module_fast_gradient_clipping_fsdp import (
+    GradSampleHooksFastGradientClippingFSDP,
+    GradSampleModuleFastGradientClippingFSDP,
+)
+from opacus.grad_sample.grad_sample_module_fast_gradient_clipping_tp import (
+    GradSampleHooksFastGradientClippingTP,
+    GradSampleModuleFastGradientClippingTP,
+)
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
 from opacus.grad_sample.gsm_book_keeping import GradSampleHooksBookKeeping, GradSampleModuleBookKeeping
 from opacus.grad_sample.gsm_exp_weights import GradSampleModuleExpandedWeights
 from opacus.grad_sample.gsm_no_op import GradSampleHooksNoOp, GradSampleModuleNoOp
-from opacus.grad_sample.selection import GRAD_SAMPLERS, GradSampler
+from opacus.grad_sample.selection import GRAD_SAMPLERS, NORM_SAMPLERS, GradSampler
 
-__all__ = ["get_gsm_class", "get_hooks_class", "prepare_module", "register_grad_sampler", "wrap_model"]
+__all__ = [
+    "get_gsm_class",
+    "get_hooks_class",
+    "prepare_module",
+    "register_grad_sampler",
+    "register_norm_sampler",
+    "wrap_model",
+]
 
 _MODULES: dict[str, type[AbstractGradSampleModule]] = {
     "hooks": GradSampleModule,
@@ -22,12 +41,18 @@ _MODULES: dict[str, type[AbstractGradSampleModule]] = {
     "ew": GradSampleModuleExpandedWeights,
     "no_op": GradSampleModuleNoOp,
     "bk": GradSampleModuleBookKeeping,
+    "ghost": GradSampleModuleFastGradientClipping,
+    "ghost_fsdp": GradSampleModuleFastGradientClippingFSDP,
+    "ghost_tp": GradSampleModuleFastGradientClippingTP,
 }
 _HOOKS: dict[str, type[AbstractGradSampleHooks]] = {
     "hooks": GradSampleHooks,
     "functorch": GradSampleHooks,
     "no_op": GradSampleHooksNoOp,
     "bk": GradSampleHooksBookKeeping,
+    "ghost": GradSampleHooksFastGradientClipping,
+    "ghost_fsdp": GradSampleHooksFastGradientClippingFSDP,
+    "ghost_tp": GradSampleHooksFastGradientClippingTP,
 }
 
 
@@ -55,15 +80,35 @@ def register_grad_sampler(
         ... def scale_grad_sample(layer, activations, backprops):
         ...     return {layer.by: activations[0] * backprops}
     """
-    targets = (
-        [target_class_or_classes]
-        if isinstance(target_class_or_classes, type)
-        else list(target_class_or_classes)
-    )
+    return _registration(GRAD_SAMPLERS, target_class_or_classes)
+
+
+def register_norm_sampler(
+    target_class_or_classes: type[nn.Module] | Iterable[type[nn.Module]],
+) -> Callable[[GradSampler], GradSampler]:
+    """Decorator: use a function for the norms of per-sample gradients, in modes "ghost" and "bk".
+
+    Args:
+        target_class_or_classes: exact classes; a subclass needs its own registration.
+
+    Returns:
+        A decorator of `(layer, activations, backprops) -> {parameter: [B]}`: the L2 norm of each sample's gradient of each
+        parameter that requires grad. It must be the norm of what the layer's grad sampler returns: a smaller one
+        leaves samples unclipped.
+    """
+    return _registration(NORM_SAMPLERS, target_class_or_classes)
+
+
+def _registration(
+    table: dict[type[nn.Module], GradSampler],
+    target_class_or_classes: type[nn.Module] | Iterable[type[nn.Module]],
+) -> Callable[[GradSampler], GradSampler]:
+    one = isinstance(target_class_or_classes, type)
+    targets = [target_class_or_classes] if one else list(target_class_or_classes)  # type: ignore[arg-type, list-item]
 
     def register(sampler: GradSampler) -> GradSampler:
         for target in targets:
-            GRAD_SAMPLERS[target] = sampler
+            table[target] = sampler  # type: ignore[index]
         return sampler
 
     return register

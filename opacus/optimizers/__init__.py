@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from opacus.optimizers.adaclipoptimizer import AdaClipDPOptimizer
 from opacus.optimizers.automatic import AutomaticDPOptimizer
+from opacus.optimizers.ddp_perlayeroptimizer import SimpleDistributedPerLayerOptimizer
+from opacus.optimizers.ddpoptimizer import DistributedDPOptimizer
+from opacus.optimizers.ddpoptimizer_fast_gradient_clipping import DistributedDPOptimizerFastGradientClipping
+from opacus.optimizers.fsdpoptimizer_fast_gradient_clipping import FSDPOptimizerFastGradientClipping
 from opacus.optimizers.optimizer import DPOptimizer
+from opacus.optimizers.optimizer_fast_gradient_clipping import DPOptimizerFastGradientClipping
 from opacus.optimizers.perlayeroptimizer import DPPerLayerOptimizer
 
 __all__ = [
     "AdaClipDPOptimizer",
     "AutomaticDPOptimizer",
     "DPOptimizer",
+    "DPOptimizerFastGradientClipping",
     "DPPerLayerOptimizer",
+    "DistributedDPOptimizer",
+    "DistributedDPOptimizerFastGradientClipping",
+    "FSDPOptimizerFastGradientClipping",
+    "SimpleDistributedPerLayerOptimizer",
     "get_optimizer_class",
 ]
 
@@ -37,6 +47,8 @@ def get_optimizer_class(
         ValueError: if there is no such combination.
     """
     chosen = _CLASSES.get((clipping, distributed))
+    if chosen is DPOptimizer and grad_sample_mode == "ghost":
+        chosen = DPOptimizerFastGradientClipping
     if chosen is None:
         here = ", ".join(sorted({name for name, across in _CLASSES if across == distributed})) or "none"
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -71,6 +72,24 @@ class BookedSums:
         scaled = {id(factor_B): factor_B * scale for factor_B in factors}
         return [scaled[id(factor_B)] for factor_B in factors]
 
+    def factors_between_passes(self) -> Callable[[nn.Parameter], Tensor]:
+        """Ghost: factors from the norms of the first pass, for the parameters of the second.
+
+        A parameter that is not the optimizer's takes no part in norms or sums.
+        """
+        wanted = {id(p) for p in self.optimizer.params}
+        found = [(p, norm_B) for p, norm_B in zip(*self.book.norms(), strict=True) if id(p) in wanted]
+        parameters = [p for p, _ in found]
+        factors = dict(zip(map(id, parameters), self.factors(parameters, [n for _, n in found]), strict=True))
+
+        def factor_of(parameter: nn.Parameter) -> Tensor:
+            known = factors.get(id(parameter))
+            if known is not None:
+                return known
+            return torch.zeros(self.book.n_samples, device=parameter.device)
+
+        return factor_of
+
     def _add(self, parameter: nn.Parameter, total: Tensor) -> None:
         earlier = self._fresh.get(id(parameter))
         self._fresh[id(parameter)] = total if earlier is None else earlier.add_(total)
@@ -119,6 +138,7 @@ class BookedSums:
             else:
                 p.summed_grad = fresh if summed is None else summed.add_(fresh)  # type: ignore[attr-defined]
         self._fresh.clear()
+        book.settle()
         self.iterations, self.backwards = self.backwards, 0
 
     def drop(self) -> None:

@@ -282,6 +282,16 @@ class DPOptimizer(Optimizer):
         """
         self._booked = BookedSums(self, book)
 
+    def attached_to(self, book: Book) -> None:
+        """Attach `book` if it is not the one attached."""
+        if self._booked is None or self._booked.book is not book:
+            self.attach_book(book)
+
+    def book_factors(self) -> Callable[[nn.Parameter], Tensor]:
+        """Mode "ghost", between the passes: what to multiply each sample's gradient of a parameter with, `[B]`."""
+        assert self._booked is not None
+        return self._booked.factors_between_passes()
+
     def before_clipping(self) -> None:
         """A physical batch is about to be clipped and added to the sums."""
         self._hold_clipping_norm()

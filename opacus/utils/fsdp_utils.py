@@ -1,0 +1,44 @@
+"""FSDP2: not available in this version. Module walks that do not depend on it are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from opacus.distributed.unavailable import refuse
+
+__all__ = ["FSDP2Wrapper", "has_params", "iterate_submodules"]
+
+
+def has_params(module: nn.Module) -> bool:
+    """Whether `module` owns parameters itself, not only through children.
+
+    Example:
+        >>> has_params(nn.Linear(1, 1)), has_params(nn.Sequential(nn.Linear(1, 1)))
+        (True, False)
+    """
+    return any(True for _ in module.parameters(recurse=False))
+
+
+def iterate_submodules(module: nn.Module) -> Iterator[nn.Module]:
+    """Each submodule that owns parameters, parents before children.
+
+    Example:
+        >>> [type(m).__name__ for m in iterate_submodules(nn.Sequential(nn.Linear(1, 1), nn.ReLU()))]
+        ['Linear']
+    """
+    return (submodule for submodule in module.modules() if has_params(submodule))
+
+
+def FSDP2Wrapper(model: nn.Module, **kwargs: Any) -> nn.Module:
+    """Shard a model with `fully_shard` for private training. Not available in this version.
+
+    Args:
+        model: the model. **kwargs: of `fully_shard`.
+
+    Raises:
+        ConfigurationError: always.
+    """
+    refuse("FSDP2Wrapper")
