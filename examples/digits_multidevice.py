@@ -144,7 +144,7 @@ def read_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[tor
                 target_delta=args.delta,
                 sample_rate=1 / math.ceil(samples / args.batch_size),
                 epochs=args.epochs,
-                accountant="rdp",
+                accountant="prv",
             )
         except ConfigurationError as error:
             problems += [f"--epsilon {args.epsilon}: {problem}" for problem in error.problems]
@@ -241,7 +241,7 @@ def train(args: argparse.Namespace, devices: list[torch.device], label: str) -> 
         shuffle=True,
         generator=torch.Generator().manual_seed(args.seed),
     )
-    engine = opacus.PrivacyEngine(accountant="rdp")
+    engine = opacus.PrivacyEngine()
     model, optimizer, loader = engine.make_private_with_epsilon(
         module=network,
         optimizer=torch.optim.SGD(network.parameters(), lr=args.lr),
@@ -305,7 +305,15 @@ def draw(history: list[dict[str, float]], args: argparse.Namespace, path: Path) 
     figure = Figure(figsize=(7, 5), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True)
     top.plot(epochs, [100 * row["accuracy"] for row in history], color="C0")
-    top.set(ylabel="test accuracy (%)", title="Digits, trained with differential privacy")
+    label = f"{history[-1]['accuracy']:.1%} "
+    top.annotate(
+        label, (epochs[-1], 100 * history[-1]["accuracy"]), (0, -14), textcoords="offset points", ha="right"
+    )
+    top.set(
+        ylabel="test accuracy (%)",
+        ylim=(0, 102),
+        title="Handwritten digits, learned with differential privacy",
+    )
     bottom.plot(epochs, [row["epsilon"] for row in history], color="C1")
     bottom.axhline(args.epsilon, color="0.5", linestyle="--", linewidth=1)
     bottom.annotate(

@@ -44,7 +44,7 @@ def test_two_devices_end_with_the_weights_of_one(two_devices):
 def test_every_parameter_has_a_device_and_the_table_counts_them_all(two_devices):
     run, record, _ = two_devices
     # two 3 x 3 convolutions, two affine norms, two linear layers
-    parameters = (9 + 1) * 16 + 2 * 16 + (9 * 16 + 1) * 32 + 2 * 32 + (128 + 1) * 32 + (32 + 1) * 10
+    parameters = (9 + 1) * 32 + 2 * 32 + (9 * 32 + 1) * 32 + 2 * 32 + (128 + 1) * 32 + (32 + 1) * 10
     gpus = [f"cuda:{index}" for index in range(min(torch.cuda.device_count(), 4))]
     devices = gpus or ["emu:0", "emu:1"]
     assert [row["device"] for row in record["placement"]] == devices
