@@ -13,6 +13,7 @@ from torch.utils.data.dataloader import default_collate
 
 from opacus.errors import ConfigurationError, raise_if_any
 from opacus.utils.collate import CollateFnWithEmpty, dtype_safe, shape_safe, wrap_collate_with_empty
+from opacus.utils.resumable import ResumableDataLoader
 from opacus.utils.sample_rate import dataset_problems, loader_problems, replaced_sampler, sample_rate_of
 from opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
@@ -45,7 +46,7 @@ _CARRIED_OVER = (
 )
 
 
-class DPDataLoader(DataLoader):
+class DPDataLoader(ResumableDataLoader):
     """A data loader whose batches are Poisson samples, as the privacy accountants assume.
 
     Every record is in each batch independently with probability `sample_rate`, so batches vary in size and may be empty.

@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from opacus.data_loader import loading_settings
 from opacus.errors import raise_if_any
+from opacus.utils.resumable import ResumableDataLoader
 from opacus.utils.sample_rate import dataset_problems
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ def wrap_data_loader(*, data_loader: DataLoader, max_batch_size: int, optimizer:
     problems = _size_problems("max_batch_size", max_batch_size)
     problems += _optimizer_problems(optimizer) + _loader_problems(data_loader)
     raise_if_any("logical batches cannot be split", problems)
-    return DataLoader(
+    return ResumableDataLoader(
         data_loader.dataset,
         batch_sampler=BatchSplittingSampler(
             sampler=data_loader.batch_sampler, max_batch_size=max_batch_size, optimizer=optimizer

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from opacus.errors import raise_if_any
+from opacus.utils.resumable import BatchCounter
 
 __all__ = [
     "DistributedUniformWithReplacementSampler",
@@ -67,12 +68,13 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         self.sample_rate = sample_rate
         self.generator = generator
         self.steps = steps_per_epoch(sample_rate) if steps is None else steps
+        self.counter = BatchCounter()
 
     def __len__(self) -> int:
         return self.steps
 
     def __iter__(self) -> Iterator[list[int]]:
-        for _ in range(self.steps):
+        for _ in self.counter.batches(self.steps):
             mask = poisson_mask(self.num_samples, self.sample_rate, self.generator)
             yield mask.nonzero().flatten().tolist()
 
@@ -131,13 +133,14 @@ class DistributedUniformWithReplacementSampler(Sampler[list[int]]):
         self.epoch = 0
         self.num_samples = len(range(self.rank, total_size, self.num_replicas))
         self.num_batches = steps_per_epoch(sample_rate) if steps is None else steps
+        self.counter = BatchCounter()
 
     def __len__(self) -> int:
         return self.num_batches
 
     def __iter__(self) -> Iterator[list[int]]:
         own = self._own_records()
-        for _ in range(self.num_batches):
+        for _ in self.counter.batches(self.num_batches):
             mask = poisson_mask(self.total_size, self.sample_rate, self.generator)
             yield list(own[mask[own]].numpy())  # numpy's integers: callers may call .item() on an index
 

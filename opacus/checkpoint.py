@@ -1,0 +1,208 @@
+"""Checkpoints of a private run: all that a resumed run needs to go on bit for bit, checked before anything is changed.
+
+How the file is written and read is `opacus.utils.checkpoint_file`'s business.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from opacus.errors import raise_if_any
+from opacus.grad_sample import AbstractGradSampleHooks, AbstractGradSampleModule
+from opacus.optimizers import DPOptimizer
+from opacus.utils.checkpoint_checks import (
+    VERSION,
+    accountant_problems,
+    key_problems,
+    module_problems,
+    optimizer_problems,
+    run_problems,
+    scheduler_problems,
+)
+from opacus.utils.checkpoint_file import CheckpointError, FileLike, read, write
+from opacus.utils.random_states import default_states, restore_default_states, restore_noise
+
+if TYPE_CHECKING:
+    from opacus.privacy_engine import PrivacyEngine
+
+__all__ = ["CheckpointError", "load", "save"]
+
+_MODULE, _ACCOUNTANT, _OPTIMIZER = (
+    "module_state_dict",
+    "privacy_accountant_state_dict",
+    "optimizer_state_dict",
+)
+_SCHEDULERS = {
+    "noise_scheduler": "noise_scheduler_state_dict",
+    "grad_clip_scheduler": "grad_clip_scheduler_state_dict",
+}
+_RUN = "private_run_state"  # what Opacus 1.6.0 does not save; see `_run_state`
+_WRAPPER = "_module."
+
+
+def save(
+    engine: PrivacyEngine,
+    *,
+    path: FileLike,
+    module: Any,
+    optimizer: Optimizer | None,
+    schedulers: Mapping[str, Any],
+    checkpoint_dict: Mapping[str, Any] | None,
+    module_state_dict_kwargs: Mapping[str, Any] | None,
+    torch_save_kwargs: Mapping[str, Any] | None,
+) -> None:
+    """See `PrivacyEngine.save_checkpoint`; `schedulers` by parameter name, None where there is none."""
+    if getattr(optimizer, "_is_last_step_skipped", False):
+        warnings.warn(
+            "the checkpoint is taken within a logical batch, whose physical batches so far will be missing after loading it. "
+            "Save after a step that was not skipped (with BatchMemoryManager, between logical batches or epochs).",
+            stacklevel=3,
+        )
+    content = dict(checkpoint_dict or {})
+    content[_MODULE] = _stateful(module).state_dict(**(module_state_dict_kwargs or {}))
+    content[_ACCOUNTANT] = engine.accountant.state_dict()
+    if optimizer is not None:
+        content[_OPTIMIZER] = optimizer.state_dict()
+    for name, scheduler in schedulers.items():
+        if scheduler is not None:
+            content[_SCHEDULERS[name]] = scheduler.state_dict()
+    content[_RUN] = _run_state(engine, module, optimizer)
+    write(content, path, torch_save_kwargs)
+
+
+def load(
+    engine: PrivacyEngine,
+    *,
+    path: FileLike,
+    module: Any,
+    optimizer: Optimizer | None,
+    schedulers: Mapping[str, Any],
+    module_load_dict_kwargs: Mapping[str, Any] | None,
+    torch_load_kwargs: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """See `PrivacyEngine.load_checkpoint`; `schedulers` by parameter name, None where there is none."""
+    checkpoint = read(path, torch_load_kwargs)
+    if not isinstance(checkpoint, Mapping):
+        problem = f"it holds a {type(checkpoint).__name__}, not a dictionary. Save with save_checkpoint."
+        raise CheckpointError("the checkpoint cannot be loaded", [problem])
+    given = {name: scheduler for name, scheduler in schedulers.items() if scheduler is not None}
+    keys = {_SCHEDULERS[name]: name for name in given}
+    if optimizer is not None:
+        keys[_OPTIMIZER] = "optimizer"
+    target, options = _stateful(module), dict(module_load_dict_kwargs or {})
+    run = checkpoint.get(_RUN, {"version": None})  # Opacus writes none
+
+    problems = key_problems(checkpoint, [_MODULE, _ACCOUNTANT], keys)
+    saved = {key: value for key, value in checkpoint.items() if isinstance(value, Mapping)}
+    if _MODULE in saved:
+        weights = _with_prefix_of(target, saved[_MODULE])
+        problems += module_problems(target, weights, options)
+    if _ACCOUNTANT in saved:
+        problems += accountant_problems(engine.accountant, saved[_ACCOUNTANT])
+    if optimizer is not None and _OPTIMIZER in saved:
+        names = run.get("parameters") if _RUN in saved else None
+        problems += optimizer_problems(optimizer, saved[_OPTIMIZER], names, _parameters(optimizer, module))
+    for name, scheduler in given.items():
+        if _SCHEDULERS[name] in saved:
+            problems += scheduler_problems(name, scheduler, saved[_SCHEDULERS[name]])
+    if _RUN in checkpoint:
+        problems += run_problems(run, engine.sampling, optimizer, _devices(module))
+    raise_if_any("the checkpoint cannot be loaded", problems, CheckpointError)
+
+    if len(engine.accountant) > sum(int(entry[2]) for entry in saved[_ACCOUNTANT]["history"]):
+        warnings.warn(
+            f"the accountant has recorded {len(engine.accountant)} steps, more than the checkpoint. They are forgotten, so "
+            "nothing they produced may be kept or have been looked at.",
+            stacklevel=3,
+        )
+    if optimizer is not None:
+        optimizer.load_state_dict(dict(saved[_OPTIMIZER]))
+    target.load_state_dict(weights, **options)
+    engine.accountant.load_state_dict(saved[_ACCOUNTANT])
+    for name, scheduler in given.items():
+        scheduler.load_state_dict(saved[_SCHEDULERS[name]])
+    if _RUN in checkpoint:
+        _restore_run(engine, module, optimizer, run)
+    hidden = {_RUN, _OPTIMIZER, *_SCHEDULERS.values()}
+    return {key: value for key, value in checkpoint.items() if key not in hidden}
+
+
+# --------------------------------------------------------------- what a run is, besides weights and counts
+
+
+def _run_state(engine: PrivacyEngine, module: Any, optimizer: Optimizer | None) -> dict[str, Any]:
+    run: dict[str, Any] = {"version": VERSION, "random": default_states(_devices(module))}
+    if engine.sampling is not None:
+        run["sampling"] = engine.sampling.state_dict()
+    if optimizer is not None:
+        run["parameters"] = _parameters(optimizer, module)
+    if isinstance(optimizer, DPOptimizer):
+        bounds = getattr(optimizer, "max_grad_norms", None)  # of each parameter, in per-layer clipping
+        run["privacy"] = {
+            "noise_multiplier": float(optimizer.noise_multiplier),
+            "max_grad_norm": float(optimizer.max_grad_norm) if bounds is None else [float(c) for c in bounds],
+            "nonfinite_samples": optimizer.nonfinite_samples,
+        }
+        run["noise"] = optimizer.noise_stream().state_dict()
+    return run
+
+
+def _restore_run(
+    engine: PrivacyEngine, module: Any, optimizer: Optimizer | None, run: Mapping[str, Any]
+) -> None:
+    devices = _devices(module)
+    restore_default_states(run["random"], devices)
+    if engine.sampling is not None and "sampling" in run:
+        engine.sampling.load_state_dict(run["sampling"])
+    if isinstance(optimizer, DPOptimizer) and "privacy" in run:
+        optimizer._is_last_step_skipped = (
+            False  # so that zero_grad drops a logical batch of the run left behind
+        )
+        optimizer.zero_grad()
+        optimizer.noise_multiplier = run["privacy"]["noise_multiplier"]
+        optimizer.max_grad_norm = run["privacy"]["max_grad_norm"]
+        optimizer._nonfinite = {torch.device("cpu"): torch.tensor(run["privacy"]["nonfinite_samples"])}
+        restore_noise(optimizer.noise_stream(), run["noise"], devices)
+
+
+# ------------------------------------------------------------------------------------------- small questions
+
+
+def _stateful(module: Any) -> nn.Module:
+    """The module whose state dict is meant: hooks stand for the model they are on."""
+    return module if isinstance(module, nn.Module) else module._module
+
+
+def _inner(module: Any) -> nn.Module:
+    return (
+        module._module if isinstance(module, (AbstractGradSampleModule, AbstractGradSampleHooks)) else module
+    )
+
+
+def _devices(module: Any) -> list[torch.device]:
+    tensors = [*_inner(module).parameters(), *_inner(module).buffers()]
+    return list(dict.fromkeys(tensor.device for tensor in tensors))
+
+
+def _parameters(optimizer: Optimizer, module: Any) -> list[list[Any]]:
+    """Name and shape of each of the optimizer's parameters, in its order."""
+    names = {id(p): name for name, p in _inner(module).named_parameters()}
+    everything = [p for group in optimizer.param_groups for p in group["params"]]
+    return [[names.get(id(p), "an unnamed parameter"), list(p.shape)] for p in everything]
+
+
+def _with_prefix_of(target: nn.Module, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Weights saved from the wrapped module for the plain one, and the other way round."""
+    wrapped = isinstance(target, AbstractGradSampleModule)
+    prefixed = bool(weights) and all(key.startswith(_WRAPPER) for key in weights)
+    if wrapped and not prefixed:
+        return {_WRAPPER + key: value for key, value in weights.items()}
+    if prefixed and not wrapped and not any(key.startswith(_WRAPPER) for key in target.state_dict()):
+        return {key.removeprefix(_WRAPPER): value for key, value in weights.items()}
+    return weights
