@@ -134,7 +134,7 @@ def _search(epsilon_of: Callable[[float], float], floor: float, target: float) -
 
     Keeps a bracket: too much epsilon at `low`, not too much at `high`. Inside it, epsilon is close to a power of
     the noise multiplier, so the next guess is linear interpolation of logarithms (Illinois variant of regula
-    falsi); bisection where epsilon is zero or infinite, and now and then in any case.
+    falsi); bisection where epsilon is zero or infinite, and where that makes no headway.
     """
     low = high = 1.0
     low_epsilon = high_epsilon = epsilon_of(1.0)
@@ -153,21 +153,24 @@ def _search(epsilon_of: Callable[[float], float], floor: float, target: float) -
 
     aim = (floor + target) / 2
     low_gap, high_gap = _log_ratio(low_epsilon, aim), _log_ratio(high_epsilon, aim)
-    attempt = 0
+    side, stuck = 0, 0
     while high_epsilon < floor and high / low > 1 + 1e-7:
-        attempt += 1
-        usable = math.isfinite(low_gap - high_gap) and attempt % 4 and low_gap > 0 > high_gap
+        width = high / low
+        usable = math.isfinite(low_gap - high_gap) and low_gap > 0 > high_gap and stuck < 3
         share = low_gap / (low_gap - high_gap) if usable else 0.5
-        middle = low * (high / low) ** share
+        middle = low * width**share
         if not low < middle < high:
             middle = math.sqrt(low * high)
         epsilon = epsilon_of(middle)
         if epsilon <= target:
             high, high_epsilon, high_gap = middle, epsilon, _log_ratio(epsilon, aim)
-            low_gap /= 2
+            low_gap = low_gap / 2 if side == 1 else low_gap
+            side = 1
         else:
             low, low_gap = middle, _log_ratio(epsilon, aim)
-            high_gap /= 2
+            high_gap = high_gap / 2 if side == -1 else high_gap
+            side = -1
+        stuck = stuck + 1 if usable and math.log(high / low) > 0.7 * math.log(width) else 0
     return high
 
 

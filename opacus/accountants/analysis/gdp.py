@@ -172,7 +172,7 @@ def eps_from_mu(*, mu: float, delta: float) -> float:
     from scipy.special import ndtri
 
     # Solved for a = eps/mu - mu/2, which stays of order one however large mu is; Phi(-a) >= delta bounds it.
-    lowest, highest = -mu / 2, -float(ndtri(delta))
+    lowest, highest = -mu / 2, 1e-6 - float(ndtri(delta))
     if float(_delta_at(lowest, mu)) <= delta:
         return 0.0
     a = brentq(

@@ -66,7 +66,8 @@ def composed_epsilon(
     # Rounding to a mesh adds a variance of about spacing^2 / 6 a step; this is 1% of what there is.
     fineness = math.sqrt(0.06)
     limit = min(_MAX_POINTS, _MAX_TOTAL // len(history))
-    best = [math.inf, math.inf]
+    # An added sample never loses more than -log(1 - rate) in a step; for small rates that settles its side.
+    best = [math.inf, sum(-math.log1p(-rate) * count if rate < 1 else math.inf for _, rate, count in history)]
     previous = coarser = math.inf
     while True:
         points = 0.0
