@@ -67,10 +67,12 @@ def automatic_clip_factor(
         >>> automatic_clip_factor(torch.tensor([0.99, 3.99]), max_grad_norm=1.0)
         tensor([1.0000, 0.2500])
     """
-    weighted_B = norm_B if weight_B is None else norm_B * weight_B.to(norm_B)
+    if weight_B is not None:
+        weight_B = weight_B.to(norm_B).clamp(min=0)
+    weighted_B = norm_B if weight_B is None else norm_B * weight_B
     below = max_grad_norm * (1 - 4 * torch.finfo(norm_B.dtype).eps)
     factor_B = below / (weighted_B + stability)
     if weight_B is not None:
-        factor_B = factor_B * weight_B.to(norm_B)
+        factor_B = factor_B * weight_B
     usable_B = weighted_B.isfinite() & norm_B.isfinite() & (factor_B >= torch.finfo(norm_B.dtype).tiny)
     return torch.where(usable_B, factor_B, torch.zeros_like(factor_B))

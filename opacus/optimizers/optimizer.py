@@ -270,6 +270,10 @@ class DPOptimizer(Optimizer):
         weight_B = self.take_sample_weights()
         if weight_B is not None and len(batches) != 1:
             raise ValueError("sample weights belong to one physical batch: step after each backward")
+        if weight_B is not None and weight_B.shape != batches[0][0].shape[:1]:
+            raise ValueError(
+                f"set_sample_weights was given shape {tuple(weight_B.shape)}, but the batch has {len(batches[0][0])} samples"
+            )
         for batch in batches:
             self._clip_batch(parameters, batch, weight_B)
         mark_spent(batches)
