@@ -50,7 +50,7 @@ def test_default_orders_give_dp_accountings_default_epsilon(q, sigma, steps):
 
 
 @pytest.mark.parametrize(("q", "sigma"), [(1e-6, 1.0), (0.01, 20.0), (0.3, 0.3)])
-@pytest.mark.parametrize("order", [1.01, 7.0, 60.5])
+@pytest.mark.parametrize("order", [1.01, 10.3])
 def test_divergence_agrees_with_quadrature_in_25_digits(q, sigma, order):
     mp = pytest.importorskip("mpmath")
     with mp.workdps(25):

@@ -1,6 +1,7 @@
 """get_noise_multiplier and the opacus-privacy command."""
 
 import json
+import re
 import subprocess
 import sys
 import warnings
@@ -72,7 +73,7 @@ def test_options_reach_the_accountant():
         ({"epsilon_tolerance": -1}, "epsilon_tolerance is -1"),
         ({"accountant": "none"}, "'none'"),
         ({"steps": None, "epochs": 1e-3}, "no step"),
-        ({"target_epsilon": 1e-9, "steps": 10**9, "sample_rate": 1.0}, f"{MAX_SIGMA:g}"),
+        ({"target_epsilon": 1e-9, "steps": 10**9, "sample_rate": 1.0}, re.escape(f"{MAX_SIGMA:g}")),
     ],
 )
 def test_impossible_searches_are_named(change, named):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -66,7 +67,9 @@ def compute_rdp(
     elif q == 1:
         rdp_A = order_A / 2 / noise_multiplier / noise_multiplier * steps
     else:
-        rdp_A = steps * np.array([_subsampled(q, noise_multiplier, order) for order in order_A.tolist()])
+        rdp_A = steps * np.array(
+            [_subsampled(float(q), float(noise_multiplier), order) for order in order_A.tolist()]
+        )
     return float(rdp_A[0]) if np.ndim(orders) == 0 else rdp_A
 
 
@@ -77,6 +80,8 @@ def _order_problems(order_A: np.ndarray) -> list[str]:
     return [f"orders holds {wrong}; every order must be above 1."] if wrong else []
 
 
+# Kept, because epsilon is asked for again and again while a run's history grows at its end.
+@lru_cache(maxsize=1 << 16)
 def _subsampled(q: float, sigma: float, order: float) -> float:
     if math.isinf(order):
         return math.inf
