@@ -40,7 +40,7 @@ _ROOM_TF32 = 2.0**-10
 
 # "norms again": the same forward once more, where a use of a parameter was dropped before the next one came
 Stage = Literal["one pass", "norms", "norms again", "sums", "unwrapped"]
-_FIRST = ("one pass", "norms")  # of a forward: what was formed for comparison is compared then
+_FIRST = ("one pass", "norms", "unwrapped")  # of a forward: what was formed for comparison is compared then
 
 
 @dataclass
@@ -144,7 +144,6 @@ class Book:
     def receive(self, path: str, slots: Sequence[Slot], captured: Captured) -> None:
         if self.stage == "unwrapped":
             self.unwrapped_backward = True
-            return
         self.n_samples, self.scale = captured.owners.n_samples, captured.scale
         self._low_precision = max(self._low_precision, _room(captured.outputs[0]))
         rule = rule_for(captured.layer, captured.names, force_functorch=self.force_functorch)
@@ -163,7 +162,7 @@ class Book:
             if self.stage == "sums":
                 clipped = use.clipped(self._factor_of(parameter))
                 uses.clipped = clipped if uses.clipped is None else uses.clipped.add_(clipped)
-            elif self.stage == "one pass" or id(parameter) in self._repeated or uses.sq_norm_B is not None:
+            elif self.stage in ("one pass", "unwrapped") or id(parameter) in self._repeated or uses.sq_norm_B is not None:
                 uses.kept.append(use)
                 if len(uses.kept) == 1 and not isinstance(use, KeptRows):
                     uses.sq_norm_B = use.sq_norm()
@@ -171,9 +170,6 @@ class Book:
                 uses.sq_norm_B = use.sq_norm()
 
     def end(self) -> None:
-        if self.stage == "unwrapped":
-            self._plain.clear()
-            return
         problems = self._used_outside() + self._disagreement() if self.stage in _FIRST else []
         self._forget_plain()
         if problems and self.strict:
@@ -181,6 +177,8 @@ class Book:
             raise_if_any("per-sample gradients are not complete", problems, PerSampleGradientError)
         if problems:
             logger.warning("per-sample gradients are not complete: %s", "; ".join(problems))
+        if self.stage == "unwrapped":
+            self.norms()
         if self.stage in ("one pass", "sums") and self.on_batch is not None:
             self.on_batch(self)
             self._uses.clear()
@@ -213,14 +211,16 @@ class Book:
         return blocks
 
     def norms(self) -> tuple[list[nn.Parameter], list[Tensor]]:
-        """Ghost, after the first pass: each parameter's per-sample norms `[B]`."""
+        """Ghost, after the first pass: each parameter's per-sample norms `[B]`, also left on `p._norm_sample`."""
         parameters, norms = [], []
         room = (1 + self._low_precision) * self.scale
         for uses in self._uses.values():
             sq_norm_B = joint_sq_norm(uses.kept) if uses.kept else uses.sq_norm_B
             if sq_norm_B is not None:
+                norm_B = sq_norm_B.sqrt() * room
+                uses.parameter._norm_sample = norm_B  # type: ignore[attr-defined]
                 parameters.append(uses.parameter)
-                norms.append(sq_norm_B.sqrt() * room)
+                norms.append(norm_B)
         return parameters, norms
 
     def incomplete(self) -> bool:

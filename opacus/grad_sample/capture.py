@@ -163,6 +163,11 @@ class Capture:
     def attached(self) -> bool:
         return bool(self._handles)
 
+    @property
+    def handles(self) -> list[Any]:
+        """Handles of the hooks in place."""
+        return self._handles
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Within this thread, layer calls are neither captured nor run with detached weights."""

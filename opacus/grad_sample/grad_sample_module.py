@@ -93,6 +93,8 @@ class GradSampleHooks(AbstractGradSampleHooks):
             policy.close()
             raise
         self.policy, self.capture = policy, capture
+        # the recorded name, on the object that users hold: the wrapper, or the model itself
+        self._holder().autograd_grad_sample_hooks = capture.handles
         self._watch_forwards()
 
     def _make_policy(self, loss_reduction: str, force_functorch: bool) -> Instantiate | Book:
@@ -133,6 +135,10 @@ class GradSampleHooks(AbstractGradSampleHooks):
         self.capture.detach()
         self.policy.close()
         self._watching.remove()
+        vars(self._holder()).pop("autograd_grad_sample_hooks", None)
+
+    def _holder(self) -> Any:
+        return self if isinstance(self, nn.Module) else self._module
 
     @property
     def hooks_enabled(self) -> bool:

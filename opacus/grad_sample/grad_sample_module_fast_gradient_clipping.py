@@ -134,7 +134,6 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         parameters, norms = self.book.norms()
         by_device: dict[torch.device, list[Tensor]] = {}
         for p, norm_B in zip(parameters, norms, strict=True):
-            p._norm_sample = norm_B  # type: ignore[attr-defined]
             by_device.setdefault(p.device, []).append(norm_B)
         norm_B = total_norms(by_device, Placement(parameters).reduction_device)
         self.__dict__["per_sample_gradient_norms_"] = norm_B

@@ -62,6 +62,7 @@ class KeptRows:
 
     def clipped(self, factor_B: Tensor) -> Tensor:
         rows = self.matrix()
+        factor_B = factor_B.to(rows.device)
         # zero times infinity is no zero: a sample left out must be left out of the product too
         rows = rows.masked_fill((factor_B == 0).unsqueeze(1), 0)
         return torch.mv(rows.t(), factor_B.to(rows.dtype)).view(self.grad_B.shape[1:])

@@ -145,8 +145,8 @@ class AdaClipDPOptimizer(DPOptimizer):
             )
         if not problems and arguments["noise_multiplier"] >= 2 * options["unclipped_num_std"]:
             problems.append(
-                f"unclipped_num_std ({options['unclipped_num_std']}) must exceed half the noise_multiplier "
-                f"({arguments['noise_multiplier']}): the count alone would spend more than the whole budget."
+                f"noise_multiplier must be smaller than 2 * unclipped_num_std, but {arguments['noise_multiplier']} is not below "
+                f"2 * {options['unclipped_num_std']}: the count alone would spend more than the whole budget."
             )
         if arguments["expected_batch_size"] is None:
             problems.append("expected_batch_size is needed for adaptive clipping.")
