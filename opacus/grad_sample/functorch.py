@@ -7,8 +7,10 @@ numbers cannot be repeated exactly, so it is refused.
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ def functorch_rows(captured: Captured) -> dict[str, Tensor]:
     leaves = [leaf for _, leaf in named]
     shared = _shared.setdefault(layer, set())
     rows = captured.owners.n_rows
+    widest = _widest_dtype(own.values())
     tensors, dims = [], []
     for where, leaf in named:
         if isinstance(leaf, Tensor):
@@ -45,6 +48,7 @@ def functorch_rows(captured: Captured) -> dict[str, Tensor]:
             if size not in (1, rows):
                 shared.add(keystr(where))
             batched = leaf.dim() > dim and size == rows and keystr(where) not in shared
+            leaf = _at_least(leaf, widest)
             tensors.append(leaf.transpose(0, dim) if batched and dim else leaf)
             dims.append(dim if batched else None)
     if rows and not any(dim is not None for dim in dims):
@@ -101,6 +105,18 @@ def functorch_rows(captured: Captured) -> dict[str, Tensor]:
                 str(error).split("\n")[0],
             )
     return _row_by_row(one_row, parameters, tensors, dims, captured)
+
+
+def _widest_dtype(parameters: Iterable[Tensor]) -> torch.dtype | None:
+    dtypes = {p.dtype for p in parameters if p.is_floating_point()}
+    return functools.reduce(torch.promote_types, dtypes) if dtypes else None
+
+
+def _at_least(leaf: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Autocast is over when a layer runs again, and an input of low precision would not fit its parameters."""
+    if dtype is None or not leaf.is_floating_point() or torch.promote_types(leaf.dtype, dtype) != dtype:
+        return leaf
+    return leaf.to(dtype)
 
 
 class _ForwardOnly(nn.Module):

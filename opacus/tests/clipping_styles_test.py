@@ -132,7 +132,7 @@ def next_clip(clip: float, norms: list[float], expected: int, options: dict[str,
     return min(max(moved, options["min_clipbound"]), options["max_clipbound"])
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("mode", ["hooks", "functorch"])
 @pytest.mark.parametrize("style", STYLES)
@@ -143,8 +143,8 @@ def test_noiseless_steps_equal_a_float64_loop_over_samples(style, mode, layout, 
     )
     optimizer = optimizer_of(style, module, loss_reduction=reduction)
     clip = CLIP
-    for step in range(2):
-        x, y = batch(6 + step, seed=step)
+    for step in range(3 - accumulate):
+        x, y = batch(7 - step, seed=step)
         expected = sum_by_hand(style, reference, x, y, clip)
         if style == "adaptive":
             clip = next_clip(clip, [norm_of(g) for g in loop(reference, x, y)], EXPECTED, ADAPTATION)
@@ -198,7 +198,7 @@ def test_the_adaptive_clipping_norm_follows_the_recursion_for_many_steps(layout,
     optimizer = optimizer_of("adaptive", module, **options)
     reference = network()
     clip, seen = CLIP, []
-    for step in range(12):
+    for step in range(8):
         x, y = batch([6, 0, 9, 1][step % 4], seed=step)
         with torch.no_grad():
             for q, p in zip(reference.parameters(), module.parameters(), strict=True):
@@ -604,7 +604,7 @@ def test_a_list_of_bounds_that_makes_no_sense_is_refused_by_entry(bounds, messag
         ({"unclipped_num_std": 0.0}, "unclipped_num_std must be a positive, finite number, not 0.0"),
         ({"min_clipbound": 3.0, "max_clipbound": 2.0}, r"min_clipbound \(3.0\) must be below max_clipbound"),
         ({"max_clipbound": math.nan}, "max_clipbound .* not nan"),
-        ({"noise_multiplier": 4.0}, r"unclipped_num_std \(2.0\) must exceed half the noise_multiplier"),
+        ({"noise_multiplier": 4.0}, r"noise_multiplier must be smaller than 2 \* unclipped_num_std"),
         ({"expected_batch_size": None, "loss_reduction": "sum"}, "expected_batch_size is needed"),
         ({"bogus": 1}, "bogus is not an option of AdaClipDPOptimizer"),
     ],
