@@ -46,7 +46,7 @@ def make_private_findings(
         problems.append(f"module must be a torch.nn.Module, not {type(module).__name__}.")
     else:
         problems += _parameter_findings(module)
-        layer_errors = ModuleValidator.validate(module)
+        layer_errors = ModuleValidator.layer_errors(module)
         if isinstance(optimizer, Optimizer):
             problems += _optimizer_findings(module, optimizer)
     problems += _refusal(get_gsm_class if wrap_model else get_hooks_class, grad_sample_mode)

@@ -396,7 +396,7 @@ class PrivacyEngine:
             ConfigurationError: naming what is wrong with the loader.
         """
         problems = loader_findings(data_loader) if data_loader is not None else []
-        _raise_findings("training cannot be made private", problems, ModuleValidator.validate(module))
+        _raise_findings("training cannot be made private", problems, ModuleValidator.layer_errors(module))
 
     @classmethod
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:

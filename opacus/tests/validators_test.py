@@ -39,7 +39,7 @@ ATTENTIONS = [
 
 
 def messages(model):
-    return [str(error) for error in ModuleValidator.validate(model)]
+    return [str(error) for error in ModuleValidator.layer_errors(model)]
 
 
 # --- what is refused
@@ -47,7 +47,7 @@ def messages(model):
 
 def test_every_problem_is_named_by_path_and_class_in_one_error():
     model = nn.ModuleDict({"a": nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), "b": nn.LSTM(2, 2)})
-    errors = ModuleValidator.validate(model)
+    errors = ModuleValidator.layer_errors(model)
     assert [type(error) for error in errors] == [ShouldReplaceModuleError] * 2
     assert str(errors[0]).startswith("'a.1' (BatchNorm1d): ")
     assert str(errors[1]).startswith("'b' (LSTM): ")
@@ -56,7 +56,7 @@ def test_every_problem_is_named_by_path_and_class_in_one_error():
     with pytest.raises(UnsupportedModuleError, match=r"(?s)2 modules.*'a\.1'.*'b'") as raised:
         ModuleValidator.validate(model, strict=True)
     assert [str(error) for error in raised.value.args[0]] == [str(error) for error in errors]
-    assert not ModuleValidator.is_valid(model)
+    assert ModuleValidator.layer_errors(model)
 
 
 def test_a_refused_model_itself_is_named():
@@ -83,9 +83,11 @@ def test_what_is_safe_is_accepted_in_training_and_in_evaluation():
         nn.InstanceNorm2d(2, affine=True), DPLSTM(2, 2), DPGRU(2, 2), DPRNN(2, 2), DPMultiheadAttention(2, 1),
         nn.LSTMCell(2, 2),
     )  # fmt: skip
+    assert not ModuleValidator.layer_errors(model)
+    assert not ModuleValidator.layer_errors(model.eval())
+    assert ModuleValidator.validate(model.train(), strict=True) == []
     assert ModuleValidator.is_valid(model)
-    assert ModuleValidator.is_valid(model.eval())
-    assert ModuleValidator.validate(model, strict=True) == []
+    assert not ModuleValidator.is_valid(model.eval())
 
 
 def test_data_parallel_is_refused_by_name_and_not_unwrapped():
@@ -107,14 +109,14 @@ def test_batch_norm_is_accepted_only_where_nothing_depends_on_the_batch(
 ):
     module = kind(4, affine=affine, track_running_stats=track).requires_grad_(not frozen).train(training)
     trainable = affine and not frozen
-    assert ModuleValidator.is_valid(module) == (not trainable and not training and track)
+    assert (not ModuleValidator.layer_errors(module)) == (not trainable and not training and track)
 
 
 @pytest.mark.parametrize("kind", BATCH_NORMS[:3])
 def test_an_accepted_batch_norm_maps_each_sample_alone_and_stores_nothing(kind):
     module = kind(4).requires_grad_(False).eval()
     module.running_mean.normal_()
-    assert ModuleValidator.is_valid(module)
+    assert not ModuleValidator.layer_errors(module)
     x = torch.randn(3, 4, *[2] * (1 + BATCH_NORMS.index(kind)))
     before = copy.deepcopy(module.state_dict())
     torch.testing.assert_close(module(x)[1:2], module(x[1:2]))
@@ -123,14 +125,14 @@ def test_an_accepted_batch_norm_maps_each_sample_alone_and_stores_nothing(kind):
 
 def test_switching_an_accepted_batch_norm_on_again_is_found_by_validate_and_by_the_guard():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).requires_grad_(False)).eval()
-    assert ModuleValidator.is_valid(model)
+    assert not ModuleValidator.layer_errors(model)
     handles = batch_norm_kind.guard_frozen(model)
     x = torch.randn(3, 2)
     before = model[1].running_mean.clone()
     wanted = model(x)
     for guarded in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         guarded.train()
-        assert not ModuleValidator.is_valid(guarded)
+        assert ModuleValidator.layer_errors(guarded)
         with pytest.raises(IllegalModuleConfigurationError, match=r"'1' \(BatchNorm1d\).*eval\(\)"):
             guarded(x)
         guarded[1].eval()
@@ -148,12 +150,12 @@ def test_switching_an_accepted_batch_norm_on_again_is_found_by_validate_and_by_t
 @pytest.mark.parametrize("affine", [True, False])
 def test_instance_norm_is_refused_for_running_statistics_only(kind, affine):
     tracking = kind(4, affine=affine, track_running_stats=True)
-    errors = ModuleValidator.validate(tracking)
+    errors = ModuleValidator.layer_errors(tracking)
     assert [type(error) for error in errors] == [IllegalModuleConfigurationError]
     assert "track_running_stats=False" in str(errors[0])
-    assert ModuleValidator.is_valid(kind(4, affine=affine))
-    assert ModuleValidator.is_valid(tracking.eval()) == (not affine)
-    assert ModuleValidator.is_valid(tracking.requires_grad_(False))
+    assert not ModuleValidator.layer_errors(kind(4, affine=affine))
+    assert (not ModuleValidator.layer_errors(tracking.eval())) == (not affine)
+    assert not ModuleValidator.layer_errors(tracking.requires_grad_(False))
 
 
 def test_subclasses_are_refused_and_not_replaced():

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import nn
 
-from opacus.validators.errors import UnsupportedModuleError
+from opacus.validators.errors import IllegalModuleConfigurationError, UnsupportedModuleError
 
 __all__ = ["ModuleValidator"]
+
+logger = logging.getLogger(__name__)
 
 
 class ModuleValidator:
@@ -29,25 +32,16 @@ class ModuleValidator:
     FIXERS: ClassVar[dict[type[nn.Module], Callable[..., nn.Module]]] = {}
 
     @classmethod
-    def validate(cls, module: nn.Module, *, strict: bool = False) -> list[UnsupportedModuleError]:
-        """List everything in `module` that cannot be trained privately.
+    def layer_errors(cls, module: nn.Module) -> list[UnsupportedModuleError]:
+        """List every layer in `module` that cannot be trained privately, as it is now.
 
-        The answer is for the model as it is now: what is frozen, and which modules are in `eval()`. Ask again
-        after changing either. A model in `eval()` is not refused: it is trained without dropout.
+        The answer depends on what is frozen and which modules are in `eval()`. Ask again after changing either.
 
         Args:
             module: the model.
-            strict: raise instead of returning errors.
 
         Returns:
             One error for each problem, whose message begins with the submodule's path; empty for a valid model.
-
-        Raises:
-            UnsupportedModuleError: with `strict`, if there is any error; its `args[0]` is the list.
-
-        Example:
-            >>> print(*ModuleValidator.validate(nn.Sequential(nn.Linear(2, 2), nn.RNN(2, 3))))
-            '1' (RNN): its fused kernels hide the gradient of each sample. Use opacus.layers.DPRNN, ...
         """
         errors = []
         for path, submodule in module.named_modules():
@@ -56,6 +50,33 @@ class ModuleValidator:
                 where = f"{path!r}" if path else "the model itself"
                 error.args = (f"{where} ({type(submodule).__name__}): {error}",)
                 errors.append(error)
+        return errors
+
+    @classmethod
+    def validate(cls, module: nn.Module, *, strict: bool = False) -> list[UnsupportedModuleError]:
+        """List everything in `module` that cannot be trained privately, or that tells a model not meant to be trained.
+
+        A model in `eval()` is reported, as Opacus does, since it trains without dropout; `PrivacyEngine` does train it.
+
+        Args:
+            module: the model.
+            strict: raise instead of returning errors.
+
+        Returns:
+            What `layer_errors` finds, and an error for a model in `eval()`.
+
+        Raises:
+            UnsupportedModuleError: with `strict`, if there is any error; its `args[0]` is the list.
+
+        Example:
+            >>> print(*ModuleValidator.validate(nn.Sequential(nn.Linear(2, 2), nn.RNN(2, 3))))
+            '1' (RNN): its fused kernels hide the gradient of each sample. Use opacus.layers.DPRNN, ...
+        """
+        errors = cls.layer_errors(module)
+        if not module.training:
+            errors.append(
+                IllegalModuleConfigurationError("the model is in eval() mode: call train() to train it with dropout")
+            )
         if strict and errors:
             raise UnsupportedModuleError(errors)
         return errors
@@ -100,7 +121,9 @@ class ModuleValidator:
             UnsupportedModuleError: something in `module` has no private twin.
         """
         fixed = cls.fix(module, **kwargs)
-        cls.validate(fixed, strict=True)
+        errors = cls.layer_errors(fixed)
+        if errors:
+            raise UnsupportedModuleError(errors)
         return fixed
 
 
@@ -121,6 +144,7 @@ def _fixed(
     replacement = module
     if fixer is not None and (validator is None or validator(module)):
         replacement = fixer(module, **_accepted(fixer, options))
+        logger.info("%s becomes %s", type(module).__name__, type(replacement).__name__)
         replacement.train(module.training)
     done[module] = done[replacement] = replacement
     for name, child in list(replacement._modules.items()):
