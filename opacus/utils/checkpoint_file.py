@@ -101,7 +101,9 @@ def read(path: FileLike, torch_load_kwargs: Mapping[str, Any] | None) -> Any:
                 "If you trust the file and the class it names, call torch.serialization.add_safe_globals([...]) first."
             ],
         ) from error
-    except (EOFError, RuntimeError, zipfile.BadZipFile) as error:
+    except (FileNotFoundError, IsADirectoryError, PermissionError):
+        raise
+    except (EOFError, OSError, RuntimeError, ValueError) as error:
         problem = f"it is damaged, or not written by torch.save ({_first_line(error)}). Load an earlier one."
         raise CheckpointError(f"{_called(path)} cannot be loaded", [problem]) from error
 
