@@ -68,14 +68,23 @@ def total_norms(norms_by_device: dict[torch.device, list[Tensor]], reduction_dev
     if len(lengths) > 1:
         raise ValueError(f"parameters disagree on the number of samples: {sorted(lengths)}")
     total: Tensor | None = None
+    dtype = torch.float32
     # the reduction device's own sum first, the rest in the order of first use: the same order whatever the copies cost
     for device in sorted(norms_by_device, key=lambda d: d != reduction_device):
-        squared = torch.stack(norms_by_device[device]).square_().sum(0)
+        stacked = torch.stack(norms_by_device[device])
+        dtype = torch.promote_types(dtype, stacked.dtype)
+        # in float64, so that the result does not depend on how parameters are shared out over devices
+        squared = stacked.to(_widest(device, reduction_device)).square_().sum(0)
         squared = squared.to(reduction_device, non_blocking=device.type == reduction_device.type)
         total = squared if total is None else total + squared
     if total is None:
         raise ValueError("there are no norms to add up")
-    return total.sqrt_()
+    return total.sqrt_().to(dtype)
+
+
+def _widest(*devices: torch.device) -> torch.dtype:
+    """float64, where all `devices` have it (Apple's GPUs do not)."""
+    return torch.float32 if any(device.type == "mps" for device in devices) else torch.float64
 
 
 class FactorCopies:
