@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from opacus.devices import FactorCopies, Placement
-from opacus.errors import raise_if_any
 from opacus.optimizers.arguments import is_number, positive_number_problems
 from opacus.optimizers.clipping import flat_clip_factor
 from opacus.optimizers.optimizer import DPOptimizer
@@ -159,15 +158,8 @@ class AdaClipDPOptimizer(DPOptimizer):
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float) -> None:
-        raise_if_any("max_grad_norm cannot be set", self._max_grad_norm_problems(value, self))
-        if getattr(self, "_is_last_step_skipped", False):
-            raise ValueError(
-                "max_grad_norm cannot change within a logical batch: set it after a step that was not skipped"
-            )
+        self._check_new_norm(value)
         self._clipbound = value
-
-    def _hold_clipping_norm(self) -> None:
-        """The setter refuses a change within a logical batch; to compare values here would wait for the device."""
 
     def _bound_on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         if not isinstance(self._clipbound, Tensor):

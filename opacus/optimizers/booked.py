@@ -62,8 +62,8 @@ class BookedSums:
     def factors(self, parameters: list[nn.Parameter], norms: list[Tensor]) -> list[Tensor]:
         """What to multiply each sample's raw gradient with, `[B]` for each parameter (or block), on its device."""
         optimizer = self.optimizer
+        weight_B = optimizer.take_sample_weights(self.book.n_samples)
         optimizer.before_clipping()
-        weight_B = optimizer.take_sample_weights()
         placement = Placement(optimizer.params, reduction_device=optimizer.reduction_device)
         if optimizer.loss_scale != 1:
             norms = [norm_B / optimizer.loss_scale for norm_B in norms]

@@ -104,6 +104,7 @@ class DPOptimizer(Optimizer):
         raise_if_any(f"{type(self).__name__} cannot be built", problems)
         self.original_optimizer = optimizer
         self.noise_multiplier = noise_multiplier
+        self._sums_pending = False  # clipped to the present C, and waiting for noise
         self.max_grad_norm = max_grad_norm
         self.loss_reduction = loss_reduction
         self.expected_batch_size = expected_batch_size
@@ -116,8 +117,6 @@ class DPOptimizer(Optimizer):
         self._noise: NoiseStream | SecureNoise | None = None
         self._step_skip_queue: list[bool] = []
         self._is_last_step_skipped = False
-        self._sums_released = False
-        self._clipped_to: Any = None
         self._booked: BookedSums | None = None
         self._sample_weight_B: Tensor | None = None
         self._nonfinite: dict[torch.device, Tensor] = {}
@@ -162,13 +161,21 @@ class DPOptimizer(Optimizer):
 
     @property
     def max_grad_norm(self) -> float:
-        """C, the bound on the norm of a sample's whole gradient."""
+        """C, the bound on the norm of a sample's whole gradient; it can be set between logical batches."""
         return self._max_grad_norm
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float) -> None:
-        raise_if_any("max_grad_norm cannot be set", self._max_grad_norm_problems(value, self))
+        self._check_new_norm(value)
         self._max_grad_norm = value
+
+    def _check_new_norm(self, value: Any) -> None:
+        raise_if_any("max_grad_norm cannot be set", self._max_grad_norm_problems(value, self))
+        if self._sums_pending:
+            raise ValueError(
+                "max_grad_norm cannot change within a logical batch, whose gradients were clipped to it already: set it (or step "
+                "its scheduler) after a step that was not skipped"
+            )
 
     # ------------------------------------------------------------ one step
 
@@ -235,7 +242,7 @@ class DPOptimizer(Optimizer):
             self._is_last_step_skipped = True
             return False
         self.add_noise()
-        self._sums_released = True
+        self._sums_pending = False
         self.scale_grad()
         if self.step_hook is not None:
             self.step_hook(self)
@@ -266,14 +273,10 @@ class DPOptimizer(Optimizer):
             return
         parameters = self.params
         batches = physical_batches(self, parameters)
-        self.before_clipping()
-        weight_B = self.take_sample_weights()
-        if weight_B is not None and len(batches) != 1:
+        if self._sample_weight_B is not None and len(batches) != 1:
             raise ValueError("sample weights belong to one physical batch: step after each backward")
-        if weight_B is not None and weight_B.shape != batches[0][0].shape[:1]:
-            raise ValueError(
-                f"set_sample_weights was given shape {tuple(weight_B.shape)}, but the batch has {len(batches[0][0])} samples"
-            )
+        weight_B = self.take_sample_weights(len(batches[0][0]))
+        self.before_clipping()
         for batch in batches:
             self._clip_batch(parameters, batch, weight_B)
         mark_spent(batches)
@@ -298,24 +301,18 @@ class DPOptimizer(Optimizer):
 
     def before_clipping(self) -> None:
         """A physical batch is about to be clipped and added to the sums."""
-        self._hold_clipping_norm()
-        if self._sums_released:  # zero_grad of the model, not of the optimizer, left them there
+        if not self._sums_pending:  # those of the step before, where zero_grad of the model cleared the rest
             self._drop_sums()
+        self._sums_pending = True
 
-    def take_sample_weights(self) -> Tensor | None:
-        """Weights set for this physical batch, once."""
+    def take_sample_weights(self, n_samples: int) -> Tensor | None:
+        """Weights set for this physical batch of `n_samples`, once."""
         weight_B, self._sample_weight_B = self._sample_weight_B, None
-        return weight_B
-
-    def _hold_clipping_norm(self) -> None:
-        """Noise is scaled by one C, so all physical batches of a logical batch must have been clipped to it."""
-        if not self._is_last_step_skipped:
-            self._clipped_to = self.max_grad_norm
-        elif self._clipped_to != self.max_grad_norm:
+        if weight_B is not None and weight_B.shape != (n_samples,):
             raise ValueError(
-                f"max_grad_norm changed from {self._clipped_to} to {self.max_grad_norm} within a logical batch: change it (or "
-                "step its scheduler) after a step that was not skipped"
+                f"set_sample_weights was given shape {tuple(weight_B.shape)}, but the batch has {n_samples} samples"
             )
+        return weight_B
 
     def _clip_batch(
         self, parameters: list[nn.Parameter], batch: list[Tensor], weight_B: Tensor | None
@@ -518,7 +515,7 @@ class DPOptimizer(Optimizer):
             self._drop_sums()
 
     def _drop_sums(self) -> None:
-        self._sums_released = False
+        self._sums_pending = False
         for p in all_params(self):
             p.summed_grad = None  # type: ignore[attr-defined]
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from opacus.errors import raise_if_any
 from opacus.optimizers.arguments import positive_number_problems
 from opacus.optimizers.clipping import flat_clip_factor
 from opacus.optimizers.optimizer import DPOptimizer, by_device
@@ -96,7 +95,7 @@ class DPPerLayerOptimizer(DPOptimizer):
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | list[float] | tuple[float, ...]) -> None:
         """A list sets each bound; a number becomes C: a list set before is scaled, else C is shared out evenly."""
-        raise_if_any("max_grad_norm cannot be set", self._max_grad_norm_problems(value, self))
+        self._check_new_norm(value)
         earlier = getattr(self, "_bounds", None)
         if isinstance(value, (list, tuple)):
             self._bounds: float | list[float] = [float(bound) for bound in value]

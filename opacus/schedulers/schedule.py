@@ -47,16 +47,17 @@ class Schedule:
         Raises:
             ConfigurationError: for a value that is not positive and finite; the schedule and the optimizer stay as they were.
                 A zero is let through only where the attribute is zero already.
+            ValueError: as the optimizer, within a logical batch.
         """
         present = getattr(self.optimizer, self.attribute)
         self.last_epoch += 1
         try:
             value = self.value()
             raise_if_any(f"{type(self).__name__} cannot go on", self._problems(value, present))
+            setattr(self.optimizer, self.attribute, value)
         except BaseException:
             self.last_epoch -= 1
             raise
-        setattr(self.optimizer, self.attribute, value)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs to go on: the epoch, the settings and the attribute's present value. No functions."""

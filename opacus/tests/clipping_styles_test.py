@@ -541,6 +541,7 @@ def test_a_schedule_sets_the_clipping_norm(style, schedule, value):
 def test_changing_the_norm_within_a_logical_batch_is_refused(style):
     module = GradSampleModule(network())
     optimizer = optimizer_of(style, module)
+    scheduler = ExponentialGradClip(optimizer, gamma=0.5)
 
     def physical(skip: bool, seed: int) -> None:
         optimizer.signal_skip_step(skip)
@@ -549,16 +550,43 @@ def test_changing_the_norm_within_a_logical_batch_is_refused(style):
         optimizer.step()
 
     physical(True, 0)
-    with pytest.raises(ValueError, match=r"max_grad_norm.*within a logical batch"):
-        optimizer.max_grad_norm = 0.4
-        physical(False, 1)
-    if style == "adaptive":  # refused when set; the others when the next physical batch would be clipped
-        physical(False, 1)
-    else:
-        optimizer.max_grad_norm = CLIP
-        optimizer.step()
+    for change in (lambda: setattr(optimizer, "max_grad_norm", 0.4), scheduler.step):
+        with pytest.raises(ValueError, match=r"max_grad_norm cannot change within a logical batch"):
+            change()
+    assert optimizer.max_grad_norm == pytest.approx(CLIP)
+    assert scheduler.last_epoch == 0
+    physical(False, 1)
     optimizer.max_grad_norm = 0.4
     physical(False, 2)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("mode", ["hooks", "bk"])
+def test_noise_is_never_for_another_norm_than_gradients_were_clipped_to(style, mode):
+    """Mode "bk" clips in the backward, "hooks" in the step: only there C may still change in between."""
+    net = network(torch.float32)
+    x, y = batch(8, dtype=torch.float32)
+    module, optimizer, _ = PrivacyEngine(accountant="rdp").make_private(
+        module=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.0),
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=4),
+        noise_multiplier=0.0,
+        max_grad_norm=1.0,
+        clipping=style,
+        grad_sample_mode=mode,
+        **(ADAPTATION if style == "adaptive" else {}),
+    )
+    backward(module, x[:1], y[:1], "mean")
+    if mode == "bk":
+        with pytest.raises(ValueError, match="within a logical batch"):
+            optimizer.max_grad_norm = 0.01
+    else:
+        optimizer.max_grad_norm = 0.01
+    bound = optimizer.max_grad_norm
+    optimizer.step()
+    assert norm_of([4 * p.grad for p in net.parameters()]) <= bound * (1 + 1e-6)
+    optimizer.zero_grad()
+    optimizer.max_grad_norm = 0.5
 
 
 @pytest.mark.parametrize("style", STYLES)
