@@ -79,6 +79,7 @@ class Run:
         )
         streams = [torch.Generator(devices[0]).manual_seed(8), torch.Generator().manual_seed(9)]
         self.case = case
+        self.has_checkpoint = False
         self.engine = PrivacyEngine(accountant="rdp")
         self.model, self.optimizer, self.loader = self.engine.make_private(
             module=net,
@@ -107,6 +108,7 @@ class Run:
             checkpoint_dict={"epoch": epoch, **rates},
             **self.schedules,
         )
+        self.has_checkpoint = True
 
     def load(self, path: Path) -> int:
         loaded = self.engine.load_checkpoint(
@@ -114,6 +116,7 @@ class Run:
         )
         if self.rates is not None:
             self.rates.load_state_dict(loaded["rates"])
+        self.has_checkpoint = True
         return loaded["epoch"]
 
     def train(self, path: Path, epochs: int = EPOCHS) -> None:
@@ -156,8 +159,8 @@ def run(case: Case, folder: Path, kill_at_call: int = 0, kill_in: str = "") -> N
     """Train to the end and leave the result in `folder`, unless killed on the way.
 
     Args:
-        kill_at_call: which function call is not survived; 0: none.
-        kill_in: a function of `os` whose third call is not survived.
+        kill_at_call: which function call, once there is a checkpoint, is not survived; 0: none.
+        kill_in: a function of `os` whose third call from then on is not survived.
     """
     torch.set_num_threads(1)
     made = Run(case)
@@ -165,7 +168,7 @@ def run(case: Case, folder: Path, kill_at_call: int = 0, kill_in: str = "") -> N
 
     def count(frame: Any, event: str, argument: Any) -> None:
         nonlocal calls, named
-        if event in ("call", "c_call"):
+        if event in ("call", "c_call") and made.has_checkpoint:
             calls += 1
             named += event == "c_call" and argument is getattr(os, kill_in, None)
             if calls == kill_at_call or named == 3:
