@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from opacus.grad_sample import AbstractGradSampleModule, get_gsm_class, get_hooks_class
+from opacus.grad_sample.owners import rows_per_sample_problems
 from opacus.optimizers import DPOptimizer, get_optimizer_class
 from opacus.utils.fast_gradient_clipping_utils import criterion_problems
 from opacus.utils.sample_rate import loader_problems
@@ -35,6 +36,7 @@ def make_private_findings(
     grad_sample_mode: str,
     wrap_model: bool,
     options: dict[str, Any],
+    mode_options: dict[str, Any],
 ) -> tuple[list[str], list[UnsupportedModuleError]]:
     """Problems as sentences, and the layers that a validator refuses."""
     problems = loader_findings(data_loader)
@@ -52,6 +54,7 @@ def make_private_findings(
     problems += _refusal(get_gsm_class if wrap_model else get_hooks_class, grad_sample_mode)
     if grad_sample_mode == "ghost":
         problems += criterion_problems(criterion, loss_reduction)
+    problems += _row_findings(mode_options)
     refused = _refusal(get_optimizer_class, clipping, False, grad_sample_mode)
     problems += refused
     kind = DPOptimizer if refused else get_optimizer_class(clipping, False, grad_sample_mode)
@@ -79,7 +82,16 @@ def make_private_findings(
 
 def mode_option_names(grad_sample_mode: str) -> tuple[str, ...]:
     """Keyword arguments of `make_private` that belong to the grad sample mode."""
-    return {"bk": ("stash_budget",), "ghost": ("use_ghost_clipping",)}.get(grad_sample_mode, ())
+    own = {"bk": ("stash_budget",), "ghost": ("use_ghost_clipping",)}.get(grad_sample_mode, ())
+    return own if grad_sample_mode == "no_op" else (*own, "rows_per_sample", "row_order")
+
+
+def _row_findings(mode_options: dict[str, Any]) -> list[str]:
+    if "row_order" in mode_options and "rows_per_sample" not in mode_options:
+        return ["row_order says how rows_per_sample rows lie: pass rows_per_sample too."]
+    return rows_per_sample_problems(
+        mode_options.get("rows_per_sample", 1), mode_options.get("row_order", "blocked")
+    )
 
 
 def loader_findings(data_loader: Any) -> list[str]:

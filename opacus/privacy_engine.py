@@ -16,7 +16,12 @@ from opacus.accountants import create_accountant
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.data_loader import DPDataLoader
 from opacus.errors import ConfigurationError
-from opacus.grad_sample import AbstractGradSampleHooks, AbstractGradSampleModule, wrap_model
+from opacus.grad_sample import (
+    AbstractGradSampleHooks,
+    AbstractGradSampleModule,
+    RowsPerSample,
+    wrap_model,
+)
 from opacus.grad_sample.book import Book
 from opacus.optimizers import DPOptimizer, get_optimizer_class
 from opacus.preconditions import loader_findings, make_private_findings, mode_option_names
@@ -102,7 +107,11 @@ class PrivacyEngine:
                 passes of a wrapped criterion: the least memory), "ew", "no_op".
             wrap_model: return a wrapper around `module` (True), or hook it and return the hooks (False).
             rand_on_empty: see `DPDataLoader`.
-            **kwargs: options of the clipping style's optimizer; `reduction_device`.
+            **kwargs: options of the clipping style's optimizer; `reduction_device`; and of the mode:
+                `rows_per_sample` (k, default 1) and `row_order` ("blocked", "interleaved"; see `RowsPerSample`) where a sample owns k
+                rows of what the model is given, as a preference pair does. An item of the data set is then still one sample (the
+                collate function makes k rows of it), batch sizes and epsilon count samples, the k rows are clipped together, and
+                `loss_reduction="mean"` is the mean over samples: over rows / k of them.
 
         Returns:
             `(module or hooks, optimizer, data_loader)`; in mode "ghost" `(module or hooks, optimizer, criterion, data_loader)`.
@@ -137,9 +146,11 @@ class PrivacyEngine:
             grad_sample_mode=grad_sample_mode,
             wrap_model=wrap_model,
             options=kwargs,
+            mode_options=mode_options,
         )
         _raise_findings("make_private cannot start", problems, layer_errors)
 
+        rows = RowsPerSample(mode_options.pop("rows_per_sample", 1), mode_options.pop("row_order", "blocked"))
         sample_rate = sample_rate_of(data_loader)
         private_loader = (
             DPDataLoader.from_data_loader(data_loader, batch_first=batch_first, rand_on_empty=rand_on_empty)
@@ -163,6 +174,8 @@ class PrivacyEngine:
         private_module = self._prepare_model(
             module, batch_first, loss_reduction, grad_sample_mode, wrap_model, mode_options
         )
+        if rows.count > 1:
+            private_module.set_owners(rows)
         book = getattr(private_module, "policy", None)
         if isinstance(book, Book):
             private_optimizer.attach_book(book)

@@ -3,7 +3,7 @@
 from torch import nn
 
 from opacus.grad_sample.accumulate import create_or_accumulate_grad_sample
-from opacus.grad_sample.captured import Captured, Owners
+from opacus.grad_sample.captured import Captured
 from opacus.grad_sample.conv import compute_conv_grad_sample
 from opacus.grad_sample.dp_multihead_attention import compute_sequence_bias_grad_sample
 from opacus.grad_sample.dp_rnn import compute_rnn_linear_grad_sample
@@ -34,6 +34,7 @@ from opacus.grad_sample.gsm_no_op import GradSampleHooksNoOp, GradSampleModuleNo
 from opacus.grad_sample.instance_norm import compute_instance_norm_grad_sample
 from opacus.grad_sample.layer_norm import compute_layer_norm_grad_sample
 from opacus.grad_sample.linear import compute_linear_grad_sample, compute_linear_norm_sample
+from opacus.grad_sample.owners import Owners, RowsPerSample
 from opacus.grad_sample.rms_norm import compute_rms_norm_grad_sample
 from opacus.grad_sample.selection import BUILT_IN, BUILT_IN_NORMS, GRAD_SAMPLERS, NORM_SAMPLERS
 from opacus.grad_sample.utils import (
@@ -87,6 +88,7 @@ __all__ = [
     "GradSampleModuleFastGradientClippingTP",
     "GradSampleModuleNoOp",
     "Owners",
+    "RowsPerSample",
     "compute_conv_grad_sample",
     "compute_embedding_grad_sample",
     "compute_embedding_norm_sample",

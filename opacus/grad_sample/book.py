@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from opacus.errors import PerSampleGradientError, raise_if_any
 from opacus.grad_sample.captured import Captured
 from opacus.grad_sample.kept import Kept, KeptRows, KeptWithNorm, joint_sq_norm
-from opacus.grad_sample.ownership import Slot
+from opacus.grad_sample.ownership import Slot, all_parameters
 from opacus.grad_sample.routes import Route
 from opacus.grad_sample.selection import norms_by_user, rule_for
-from opacus.grad_sample.verification import disagreement, expected_rounding, unverifiable
+from opacus.grad_sample.verification import disagreement, expected_rounding, noting, unverifiable
 
 __all__ = ["Block", "Book"]
 
@@ -124,7 +124,9 @@ class Book:
         self._route = Route()
         self._plain: set[int] = set()
         self._verified: set[int] = set()
-        self._settled: set[int] = set()  # verified, from the next forward on: recomputation must repeat this one
+        self._settled: set[int] = (
+            set()
+        )  # verified, from the next forward on: recomputation must repeat this one
         self._watched: dict[int, tuple[weakref.ref[Tensor], torch.utils.hooks.RemovableHandle]] = {}
         self.watch()
 
@@ -162,7 +164,11 @@ class Book:
             if self.stage == "sums":
                 clipped = use.clipped(self._factor_of(parameter))
                 uses.clipped = clipped if uses.clipped is None else uses.clipped.add_(clipped)
-            elif self.stage in ("one pass", "unwrapped") or id(parameter) in self._repeated or uses.sq_norm_B is not None:
+            elif (
+                self.stage in ("one pass", "unwrapped")
+                or id(parameter) in self._repeated
+                or uses.sq_norm_B is not None
+            ):
                 uses.kept.append(use)
                 if len(uses.kept) == 1 and not isinstance(use, KeptRows):
                     uses.sq_norm_B = use.sq_norm()
@@ -255,10 +261,10 @@ class Book:
     def watch(self) -> None:
         """Before a forward: notice plain gradients of the parameters that train now (and were not watched yet)."""
         self.settle()
-        for parameter in self.root.parameters():
+        for parameter in all_parameters(self.root):
             known = self._watched.get(id(parameter))
             if parameter.requires_grad and (known is None or known[0]() is not parameter):
-                handle = parameter.register_post_accumulate_grad_hook(lambda p: self._plain.add(id(p)))
+                handle = parameter.register_post_accumulate_grad_hook(noting(self._plain))
                 self._watched[id(parameter)] = (weakref.ref(parameter), handle)
                 self._verified.discard(id(parameter))
 
@@ -269,6 +275,8 @@ class Book:
         self._watched.clear()
 
     def _used_outside(self) -> list[str]:
+        if not self._plain:
+            return []
         return [
             f"{name} received a gradient of its own: it is used outside its layer's forward (functional call, penalty on "
             "weights, output that is no tensor), where it cannot be clipped. Call the layer itself, or freeze it."
@@ -278,7 +286,11 @@ class Book:
         ]
 
     def _disagreement(self) -> list[str]:
-        names, checked, found = [], [], []
+        names: list[str] = []
+        checked: list[nn.Parameter] = []
+        found: list[Tensor] = []
+        if not self._plain:
+            return []
         for name, parameter in self.root.named_parameters():
             uses = self._uses.get(id(parameter))
             if (

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus.errors import PerSampleGradientError
-from opacus.grad_sample.captured import Captured, Owners
+from opacus.grad_sample.captured import Captured
 from opacus.grad_sample.isolation import Probe, can_probe
+from opacus.grad_sample.owners import MISSING_INDEX, OwnerRule, Owners
 from opacus.grad_sample.ownership import Slot, layers_with_parameters
 from opacus.grad_sample.rows import (
     RowCount,
@@ -108,9 +109,12 @@ class Capture:
         self.detach_weights = detach_weights
         self.keeps_attached = keeps_attached
         self.enabled = True
-        self.owners: Owners | None = None
+        self.owners: OwnerRule | None = None  # None: row i is sample i
+        self._index: Owners | None = None  # the owners that only the next backward may use
+        self._index_in_use = False  # a forward has run under it
         self.rows = RowCount(batch_first)
         self._anchor = torch.zeros((), requires_grad=True)
+        self._whole_task = -1
         self._to_probe = check_isolation
         self._probe: Probe | None = None
         self._handles: list[Any] = []
@@ -178,15 +182,52 @@ class Capture:
         finally:
             self._local.paused = before
 
+    def set_sample_index(self, owners: Owners | None) -> None:
+        """The owners of the next forward and backward alone; None ends this, row i is sample i again.
+
+        Raises:
+            ValueError: if a forward under an earlier index still waits for its backward.
+        """
+        if owners is not None and self._index_in_use:
+            raise ValueError(
+                "set_sample_index: a forward that ran under the earlier index still waits for its backward. Call backward "
+                "first, or set_sample_index(None) to drop that forward."
+            )
+        self.owners = self._index = owners
+        self._index_in_use = False
+
+    @property
+    def lasting_owners(self) -> OwnerRule | None:
+        """What a copy of this capture starts with: an index that was set for one batch is not the copy's."""
+        return MISSING_INDEX if self._index is not None and self.owners is self._index else self.owners
+
+    def _use_up_index(self, used: Owners) -> None:
+        if used is self._index:
+            if self.owners is used:
+                self.owners = MISSING_INDEX
+            self._index, self._index_in_use = None, False
+
+    def _owners_now(self) -> OwnerRule | None:
+        """What a call that runs now is bound to; recomputed calls (checkpointing) belong to the running backward."""
+        if self._open is not None and self._open.owners is not None:
+            return self._open.rule
+        if self._index is not None and self.owners is self._index:
+            self._index_in_use = True
+        return self.owners
+
     def _check_isolation(self, output: Any) -> None:
         if not self._to_probe or not self.rows.outermost or not torch.is_grad_enabled() or output is None:
             return
         rows = self.rows.of_output(output)
         if not self.enabled or rows is None or rows < 2 or not can_probe(self.root):
             return
-        probe = Probe(
-            rows, self.owners, partial(batch_dim, batch_first=self.batch_first, rows=frozenset({rows}))
-        )
+        try:
+            owners = Owners(rows) if self.owners is None else self.owners.owners_of(rows, "the model")
+        except PerSampleGradientError:
+            return  # the backward says so, naming the layer
+        if owners.n_samples < 2 or owners.n_rows != rows:
+            return
+        probe = Probe(rows, owners, partial(batch_dim, batch_first=self.batch_first, rows=frozenset({rows})))
         self._probe = probe
         try:
             self._to_probe = not probe.run(output, self._anchor)
@@ -256,8 +297,12 @@ class Capture:
         kwargs: dict[str, Any],
         output: Any,
     ) -> Any:
-        inputs, structure = tree_flatten((args, kwargs))
-        outputs, output_structure = tree_flatten(output)
+        if kwargs or not all(isinstance(leaf, Tensor) for leaf in args):
+            inputs, structure = tree_flatten((args, kwargs))
+        else:
+            inputs, structure = list(args), None
+        one = isinstance(output, Tensor)
+        outputs, output_structure = ([output], None) if one else tree_flatten(output)
         differentiable = tuple(
             i
             for i, leaf in enumerate(outputs)
@@ -268,7 +313,7 @@ class Capture:
         if not differentiable:
             return None
         allowed = bags_of(layer, args, kwargs, self.rows.allowed)
-        call = _Call(self, path, layer, slots, names, structure, differentiable, allowed)
+        call = _Call(self, path, layer, slots, names, structure, differentiable, allowed, self._owners_now())
         saved = []
         for leaf in inputs:
             if isinstance(leaf, Tensor):
@@ -277,6 +322,8 @@ class Capture:
             else:
                 call.leaves.append(leaf)
         tapped = _Tap.apply(self._anchor, call, *[outputs[i] for i in differentiable], *saved)
+        if one:
+            return tapped
         if len(differentiable) == 1:
             tapped = (tapped,)
         for i, leaf in zip(differentiable, tapped, strict=True):
@@ -349,19 +396,27 @@ class Capture:
         if call.spent_by is not None and call.spent_by is not backward:
             raise _used_twice(call.where)
         call.spent_by = backward
+        captured = self._assemble(call, saved, grads, backward)
         device_type = grads[0].device.type
-        quiet = (
-            torch.autocast(device_type, enabled=False)
-            if torch.is_autocast_enabled(device_type)
-            else contextlib.nullcontext()
-        )
-        with quiet, self.paused():
-            captured = self._assemble(call, saved, grads, backward)
-            self.policy.receive(call.path, call.slots, captured)
+        paused, self._local.paused = getattr(self._local, "paused", False), True
+        try:
+            if torch.is_autocast_enabled(device_type):
+                with torch.autocast(device_type, enabled=False):
+                    self.policy.receive(call.path, call.slots, captured)
+            else:
+                self.policy.receive(call.path, call.slots, captured)
+        finally:
+            self._local.paused = paused
 
     def _trains_now(self, call: _Call) -> bool:
         """False in `torch.autograd.grad(loss, inputs)`: gradients of inputs (adversarial examples) train nothing."""
-        leaves = [self._anchor, *(slot.parameter for slot in call.slots if slot.name in call.names)]
+        task = torch._C._current_graph_task_id()
+        if task == self._whole_task:
+            return True
+        if _is_wanted(self._anchor):  # a backward asked for no inputs in particular: asked once, for all its calls
+            self._whole_task = task
+            return True
+        leaves = [slot.parameter for slot in call.slots if slot.name in call.names]
         return any(_is_wanted(leaf) for leaf in leaves if leaf is not None and leaf.requires_grad)
 
     def _batch_first(self, call: _Call, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -386,8 +441,11 @@ class Capture:
         tensors = iter(saved)
         leaves = self._padded(call, [next(tensors) if leaf is _TENSOR else leaf for leaf in call.leaves])
         outputs = self._padded(call, self._batch_first(call, grads))
-        args, kwargs = tree_unflatten(leaves, call.structure)
-        owners = backward.agree(call.where, outputs, call.rows_allowed, self.owners)
+        args, kwargs = (
+            (tuple(leaves), {}) if call.structure is None else tree_unflatten(leaves, call.structure)
+        )
+        owners = backward.agree(call.where, outputs, call.rows_allowed, call.rule)
+        self._use_up_index(owners)
         return Captured(
             call.layer,
             call.names,
@@ -406,7 +464,8 @@ def _first(tensor: Tensor) -> int:
 
 
 def _versions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Tensor, int]]:
-    leaves = tree_flatten((args, kwargs))[0]
+    plain = not kwargs and all(isinstance(leaf, Tensor) for leaf in args)
+    leaves = args if plain else tree_flatten((args, kwargs))[0]
     return [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
 
 
@@ -446,6 +505,7 @@ class _Call:
         structure: Any,
         differentiable: tuple[int, ...],
         rows_allowed: frozenset[int] | None,
+        rule: OwnerRule | None,
     ) -> None:
         self.capture = capture
         self.path = path
@@ -455,6 +515,7 @@ class _Call:
         self.structure = structure
         self.differentiable = differentiable
         self.rows_allowed = rows_allowed
+        self.rule = rule
         self.leaves: list[Any] = []
         self.spent_by: _Backward | None = None
 
@@ -487,6 +548,7 @@ class _Backward:
 
     def __init__(self) -> None:
         self.owners: Owners | None = None
+        self.rule: OwnerRule | None = None
         self.first_seen = ""
 
     def agree(
@@ -494,20 +556,29 @@ class _Backward:
         where: str,
         outputs: Sequence[Tensor],
         rows_allowed: frozenset[int] | None,
-        given: Owners | None,
+        rule: OwnerRule | None,
     ) -> Owners:
-        """The owners of this batch's rows; raises where a layer saw another number of rows."""
+        """The owners of this batch's rows; raises where a layer saw another number of rows, or had others' rule."""
         sizes = {output.shape[0] if output.dim() else -1 for output in outputs}
         rows = sizes.pop() if len(sizes) == 1 else -1
         if self.owners is None:
-            allowed = frozenset({given.n_rows}) if given is not None else rows_allowed
+            allowed = frozenset({rule.n_rows}) if isinstance(rule, Owners) else rows_allowed
             if rows >= 0 and (not allowed or rows in allowed):
-                self.owners = given if given is not None else Owners(rows)
-                self.first_seen = where
+                owners = Owners(rows) if rule is None else rule.owners_of(rows, where)
+                self.rule, self.first_seen = rule, where
+                self.owners = owners  # last: threads of other devices look at it first
                 return self.owners
             raise PerSampleGradientError(
                 "samples cannot be told apart",
-                [_lost(where, outputs, f"the batch has {' or '.join(map(str, sorted(allowed or ())))}")],
+                [_lost(where, outputs, _expected(rule, allowed))],
+            )
+        if rule is not self.rule:
+            raise PerSampleGradientError(
+                "samples cannot be told apart",
+                [
+                    f"{where} and {self.first_seen} take part in one backward, but their forwards ran under different owners "
+                    "of rows (set_sample_index, set_owners). Run one backward for each."
+                ],
             )
         if rows != self.owners.n_rows:
             raise PerSampleGradientError(
@@ -515,6 +586,12 @@ class _Backward:
                 [_lost(where, outputs, f"{self.first_seen} saw {self.owners.n_rows} in the same backward")],
             )
         return self.owners
+
+
+def _expected(rule: OwnerRule | None, allowed: frozenset[int] | None) -> str:
+    if isinstance(rule, Owners):
+        return f"the owners that were set are those of {rule.n_rows} rows"
+    return f"the batch has {' or '.join(map(str, sorted(allowed or ())))}"
 
 
 def _lost(where: str, outputs: Sequence[Tensor], against: str) -> str:

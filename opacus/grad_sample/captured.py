@@ -13,35 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from opacus.errors import PerSampleGradientError
+from opacus.grad_sample.owners import Owners
 
 __all__ = ["Captured", "Owners", "bind"]
-
-
-@dataclass(frozen=True)
-class Owners:
-    """Which sample (privacy unit) each row of a physical batch belongs to.
-
-    Args:
-        n_samples: number of samples B in the physical batch.
-        index_R: `[R]`, int64: the sample that owns each of R rows. None: row i is sample i, R = B.
-    """
-
-    n_samples: int
-    index_R: Tensor | None = None
-
-    @property
-    def n_rows(self) -> int:
-        return self.n_samples if self.index_R is None else self.index_R.shape[0]
-
-    def add_up(self, rows: Tensor) -> Tensor:
-        """Sum `[R, ...]` over the rows of each sample: `[n_samples, ...]`.
-
-        A sample's gradient is the sum of its rows' gradients; adding comes before any norm is taken.
-        """
-        if self.index_R is None:
-            return rows
-        out = rows.new_zeros(self.n_samples, *rows.shape[1:])
-        return out.index_add_(0, self.index_R.to(rows.device), rows)
 
 
 @dataclass
@@ -89,6 +63,8 @@ class Captured:
     @property
     def inputs(self) -> list[Tensor]:
         """All tensor inputs, batch first, in the order of the signature, keyword arguments included."""
+        if not self.kwargs and self._bound is None:  # positions are the signature's order: no need to bind
+            return [self._brought(value) for value in self.args if isinstance(value, Tensor)]
         return [value for value in self.arguments.values() if isinstance(value, Tensor)]
 
     @property
@@ -135,9 +111,23 @@ class Captured:
         return name in self.names
 
 
+_signatures: dict[Any, inspect.Signature] = {}
+
+
+def _signature(function: Any, layer: nn.Module) -> inspect.Signature:
+    """The signature of `layer.forward` without self; read once for each function."""
+    try:
+        known = _signatures.get(function)
+    except TypeError:  # a callable that cannot be hashed
+        return inspect.signature(layer.forward)
+    if known is None:
+        known = _signatures[function] = inspect.signature(layer.forward)
+    return known
+
+
 def bind(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Name the inputs of a call as `layer.forward`'s signature does; `*args` count one by one."""
-    signature = inspect.signature(layer.forward)
+    signature = _signature(getattr(layer.forward, "__func__", layer.forward), layer)
     arguments: dict[str, Any] = {}
     for name, value in signature.bind(*args, **kwargs).arguments.items():
         kind = signature.parameters[name].kind

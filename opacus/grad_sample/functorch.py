@@ -20,9 +20,20 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from opacus.errors import PerSampleGradientError
 from opacus.grad_sample.captured import Captured
+from opacus.grad_sample.functorch_interface import (
+    ft_compute_per_sample_gradient,
+    make_functional,
+    prepare_layer,
+)
 from opacus.grad_sample.rules import instantiated
 
-__all__ = ["FUNCTORCH", "functorch_rows"]
+__all__ = [
+    "FUNCTORCH",
+    "ft_compute_per_sample_gradient",
+    "functorch_rows",
+    "make_functional",
+    "prepare_layer",
+]
 
 logger = logging.getLogger(__name__)
 _told: set[type[nn.Module]] = set()

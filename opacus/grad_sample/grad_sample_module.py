@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -9,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opacus.errors import ConfigurationError
+from opacus.errors import ConfigurationError, raise_if_any
 from opacus.grad_sample.accumulate import create_or_accumulate_grad_sample, promote_current_grad_sample
 from opacus.grad_sample.book import Book
 from opacus.grad_sample.capture import Capture, refuse_if_captured
-from opacus.grad_sample.captured import Captured, Owners
+from opacus.grad_sample.captured import Captured
 from opacus.grad_sample.embedding import mixing_options
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
 from opacus.grad_sample.instantiate import Instantiate
+from opacus.grad_sample.owners import OwnerRule, Owners, index_problems
 from opacus.grad_sample.ownership import layers_with_parameters, slots
 from opacus.grad_sample.selection import GRAD_SAMPLERS
 
@@ -128,7 +130,9 @@ class GradSampleHooks(AbstractGradSampleHooks):
             loss_reduction,
             force_functorch,
         )
+        owners = self.capture.lasting_owners
         self._start(batch_first, loss_reduction, force_functorch)
+        self.capture.owners = owners
 
     def remove_hooks(self) -> None:
         """Remove the hooks; `grad_sample` attributes stay (see `cleanup`)."""
@@ -136,6 +140,20 @@ class GradSampleHooks(AbstractGradSampleHooks):
         self.policy.close()
         self._watching.remove()
         vars(self._holder()).pop("autograd_grad_sample_hooks", None)
+
+    @contextlib.contextmanager
+    def unhooked(self) -> Iterator[nn.Module]:
+        """Within it the model, which is handed out, is without hooks."""
+        attached = self.capture.attached
+        if attached:
+            self.remove_hooks()
+        try:
+            yield self._module
+        finally:
+            if attached:
+                self.capture.attach()
+                self._holder().autograd_grad_sample_hooks = self.capture.handles
+                self._watch_forwards()
 
     def _holder(self) -> Any:
         return self if isinstance(self, nn.Module) else self._module
@@ -153,13 +171,53 @@ class GradSampleHooks(AbstractGradSampleHooks):
         """Run the model as if it had no hooks, until `enable_hooks`."""
         self.capture.enabled = False
 
-    def set_owners(self, owners: Owners | None) -> None:
+    def set_owners(self, owners: OwnerRule | None) -> None:
         """Say whose each row of the following physical batches is, where a sample owns several rows.
 
         Args:
-            owners: rows to samples; None means row i is sample i.
+            owners: `RowsPerSample` for batches of any size, or `Owners` for batches of one size; None means row i is sample i.
         """
+        self.capture.set_sample_index(None)
         self.capture.owners = owners
+
+    def set_sample_index(self, index: Tensor | None, n_samples: int | None = None) -> None:
+        """Say whose each row of the next batch is: user-level privacy, samples with varying numbers of rows.
+
+        Call it before each forward. The forward is bound to the index, its backward uses it up, and a backward without a
+        fresh one is refused: an old index would give rows to the wrong samples. Rows of one sample may lie anywhere in the
+        batch, but must all be in it: a sample whose rows are spread over two physical batches of a step is clipped
+        twice, and moves the sum by 2 C. So each item of the data set should be one sample (all of a user's records), which also
+        is what the accountant counts.
+
+        Args:
+            index: `[rows]`, int64: the sample, 0 to `n_samples - 1`, that owns each row of what the model is given.
+                None goes back to one row a sample.
+            n_samples: number of samples in the batch; those without rows have gradient zero. "mean" is the mean over them.
+
+        Raises:
+            ConfigurationError: listing what is wrong with the arguments. On an accelerator values out of range are found
+                by the device, during the backward.
+            ValueError: if a forward that ran under an earlier index still waits for its backward.
+
+        Formal guarantee:
+            Row r counts towards sample `index[r]` alone, and all rows of a sample are clipped together. The index itself is trusted,
+            as is the loss: one row that mixes two samples (packed sequences), or a loss whose scale depends on how many
+            rows the others have, is for `opacus.testing.check_sample_isolation` to find.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> model = GradSampleModule(nn.Linear(3, 2), loss_reduction="sum")
+            >>> model.set_sample_index(torch.tensor([1, 0, 1, 1]), n_samples=3)
+            >>> model(torch.ones(4, 3)).sum().backward()
+            >>> model.bias.grad_sample[:, 0]
+            tensor([1., 3., 0.])
+        """
+        if index is None:
+            self.capture.set_sample_index(None)
+            return
+        raise_if_any("the sample index cannot be used", index_problems(index, n_samples))
+        self.capture.set_sample_index(Owners(n_samples, index.detach().long()))  # type: ignore[arg-type]
 
     def iterate_submodules(self, module: nn.Module) -> Iterable[nn.Module]:
         """The layers that are captured: those whose own forward uses a trainable parameter."""
@@ -314,13 +372,8 @@ class GradSampleModule(GradSampleHooks, AbstractGradSampleModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> GradSampleModule:
         """A copy with hooks of its own: the original's hooks belong to the original's parameters."""
         attached = self.capture.attached
-        self.remove_hooks()
-        try:
+        with self.unhooked():
             module = copy.deepcopy(self._module, memo)
-        finally:
-            if attached:
-                self.capture.attach()
-                self._watch_forwards()
         clone = type(self).__new__(type(self))
         GradSampleModule.__init__(
             clone,
@@ -332,6 +385,7 @@ class GradSampleModule(GradSampleHooks, AbstractGradSampleModule):
         )
         memo[id(self)] = clone
         clone.capture.enabled = self.capture.enabled
+        clone.capture.owners = self.capture.lasting_owners
         clone.grad_accumulation_allowed = self.grad_accumulation_allowed
         if not attached:
             clone.remove_hooks()

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from opacus.errors import PerSampleGradientError, raise_if_any
 from opacus.grad_sample.accumulate import create_or_accumulate_grad_sample, promote_current_grad_sample
 from opacus.grad_sample.captured import Captured
-from opacus.grad_sample.ownership import Slot
+from opacus.grad_sample.ownership import Slot, all_parameters
 from opacus.grad_sample.selection import rule_for
-from opacus.grad_sample.verification import disagreement, expected_rounding, unverifiable
+from opacus.grad_sample.verification import disagreement, expected_rounding, noting, unverifiable
 
 __all__ = ["Instantiate"]
 
@@ -60,12 +60,12 @@ class Instantiate:
 
     def watch(self) -> None:
         """Notice plain gradients of the parameters that train now (and were not watched yet)."""
-        for parameter in self.root.parameters():
+        for parameter in all_parameters(self.root):
             known = self._watched.get(id(parameter))
             # asked of the parameter itself: an id may be another's by now, and a weak reference forbids swapping tensors
             on_it = known is not None and known.id in (parameter._post_accumulate_grad_hooks or ())
             if parameter.requires_grad and not on_it:
-                handle = parameter.register_post_accumulate_grad_hook(lambda p: self._plain.add(id(p)))
+                handle = parameter.register_post_accumulate_grad_hook(noting(self._plain))
                 self._watched[id(parameter)] = handle
                 self._compared.discard(id(parameter))
 
@@ -81,7 +81,7 @@ class Instantiate:
         self._rounding.clear()
         self._forget_current()
         if not self.accumulation_allowed() and any(
-            getattr(p, "grad_sample", None) is not None for p in self.root.parameters()
+            getattr(p, "grad_sample", None) is not None for p in all_parameters(self.root)
         ):
             raise ValueError(
                 "per-sample gradients of an earlier backward are still there, and grad accumulation is not "
@@ -126,7 +126,7 @@ class Instantiate:
                     "per-sample gradients are not complete", problems + compared, PerSampleGradientError
                 )
             logger.warning("per-sample gradients are not complete: %s", "; ".join(problems + compared))
-        for parameter in self.root.parameters():
+        for parameter in all_parameters(self.root):
             if not parameter.requires_grad or self._n_samples is None:
                 continue
             if getattr(parameter, "_current_grad_sample", None) is None:
@@ -143,7 +143,7 @@ class Instantiate:
         self._forget_current()
 
     def _forget_current(self) -> None:
-        for parameter in self.root.parameters():
+        for parameter in all_parameters(self.root):
             if hasattr(parameter, "_current_grad_sample"):
                 del parameter._current_grad_sample
 

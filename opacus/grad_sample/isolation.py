@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from opacus.errors import PerSampleGradientError
-from opacus.grad_sample.captured import Owners
+from opacus.grad_sample.owners import Owners
 
 __all__ = ["Probe", "can_probe"]
 
@@ -33,11 +33,11 @@ class Probe:
 
     Args:
         rows: number of rows in the batch, at least 2.
-        owners: rows to samples, None for one row a sample.
+        owners: rows to samples.
         batch_dim_of: the batch dimension of an output.
     """
 
-    def __init__(self, rows: int, owners: Owners | None, batch_dim_of: Callable[[Tensor], int]) -> None:
+    def __init__(self, rows: int, owners: Owners, batch_dim_of: Callable[[Tensor], int]) -> None:
         self.rows = rows
         self.owners = owners
         self.batch_dim_of = batch_dim_of
@@ -90,9 +90,7 @@ class Probe:
             )
 
     def _others(self, device: torch.device) -> Tensor:
-        owner = torch.arange(self.rows, device=device)
-        if self.owners is not None and self.owners.index_R is not None:
-            owner = self.owners.index_R.to(device)
+        owner = self.owners.index_on(device)
         return owner != owner[-1]
 
 

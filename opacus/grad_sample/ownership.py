@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-__all__ = ["Slot", "layers_with_parameters", "slots"]
+__all__ = ["Slot", "all_parameters", "layers_with_parameters", "slots"]
 
 
 @dataclass(frozen=True)
@@ -69,3 +69,18 @@ def layers_with_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, li
         found = slots(layer)
         if found:
             yield path, layer, found
+
+
+def all_parameters(root: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters of `root`, shared ones once; walked several times a step, so without names."""
+    stack, seen = [root], {id(root)}
+    while stack:
+        module = stack.pop()
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield parameter
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                stack.append(child)

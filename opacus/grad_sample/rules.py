@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from opacus.grad_sample.captured import Captured
 from opacus.grad_sample.kept import Kept, KeptLookup, KeptProduct, KeptRows, LookedUp
+from opacus.grad_sample.owners import Owners
 from opacus.grad_sample.products import outer_rows
 from opacus.grad_sample.routes import Route
 
@@ -89,22 +90,33 @@ def matrix_product(
         found: dict[str, Kept] = {}
         if captured.trains("weight"):
             positions, d_in, p_out, groups = sizes(captured)
-            # rows of one sample would need a joint Gram matrix; they are added instead
-            if captured.owners.index_R is not None or route.instantiates(
-                batch=captured.owners.n_samples * groups,
-                positions=positions,
+            owners = captured.owners
+            # the k rows of a sample are k T positions of it; where k varies, rows are instantiated and added
+            if owners.rows_each is None or route.instantiates(
+                batch=owners.n_samples * groups,
+                positions=positions * owners.rows_each,
                 d_in=d_in,
                 p_out=p_out,
                 pair_bytes=captured.backprops.element_size(),
             ):
-                found["weight"] = KeptRows(captured.owners.add_up(weight_rows(captured)))
+                found["weight"] = KeptRows(owners.add_up(weight_rows(captured)))
             else:
-                found["weight"] = KeptProduct(lambda: pairs(captured), captured.layer.weight.shape)
+                found["weight"] = KeptProduct(
+                    lambda: _of_samples(pairs(captured), owners), captured.layer.weight.shape
+                )
         if captured.trains("bias"):
             found["bias"] = KeptRows(captured.owners.add_up(_bias_rows(captured)))
         return found
 
     return Rule(keep)
+
+
+def _of_samples(pair: tuple[Tensor, Tensor], owners: Owners) -> tuple[Tensor, Tensor]:
+    """`(a_RKTD, g_RKTP)` with the rows of a sample as further positions: `[B, K, k T, *]`."""
+    if owners.rows_each == 1:
+        return pair
+    a, g = (owners.folded(x).transpose(1, 2).flatten(2, 3) for x in pair)
+    return a, g
 
 
 def _bias_rows(captured: Captured) -> Tensor:
@@ -125,14 +137,29 @@ def lookup(find: Callable[[Captured], LookedUp]) -> Rule:
     def keep(captured: Captured, route: Route) -> dict[str, Kept]:
         if not captured.trains("weight"):
             return {}
-        looked = find(captured)
         owners = captured.owners
-        if owners.index_R is not None:
-            looked.rows_N = owners.index_R.to(looked.rows_N.device)[looked.rows_N]
-            looked.rectangular = False
+        looked = _looked_up_by_samples(find(captured), owners)
         return {"weight": KeptLookup(looked, owners.n_samples, captured.layer.weight.shape)}
 
     return Rule(keep)
+
+
+def _looked_up_by_samples(looked: LookedUp, owners: Owners) -> LookedUp:
+    """The same entries, said to be their samples'."""
+    if owners.rows_each == 1:
+        return looked
+    if owners.rows_each is None or not looked.rectangular:
+        return LookedUp(looked.ids_N, owners.index_on(looked.rows_N.device)[looked.rows_N], looked.g_ND)
+    # a matrix of ids stays one, [B, k T], for the cross term with a tied head
+    rows, n_entries = owners.n_rows, looked.ids_N.shape[0]
+    positions = n_entries // max(1, rows)
+    ids_N, g_ND = (
+        owners.folded(x.reshape(rows, positions, *x.shape[1:])).flatten(0, 2)
+        for x in (looked.ids_N, looked.g_ND)
+    )
+    samples = torch.arange(owners.n_samples, device=ids_N.device)
+    rows_N = samples.repeat_interleave(positions * owners.rows_each)
+    return LookedUp(ids_N, rows_N, g_ND, rectangular=True)
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:

@@ -33,7 +33,7 @@ def norms_by_user(captured: Captured) -> dict[nn.Parameter, Tensor] | None:
     if (
         sampler is None
         or BUILT_IN_NORMS.get(type(captured.layer)) is sampler
-        or captured.owners.index_R is not None
+        or captured.owners.rows_each != 1
     ):
         return None
     return dict(sampler(captured.layer, captured.inputs, captured.backprops))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-__all__ = ["disagreement", "expected_rounding", "unverifiable"]
+__all__ = ["disagreement", "expected_rounding", "noting", "unverifiable"]
 
 # How far the sum may lie from autograd's gradient, relative to the sum of the samples' norms: well above the
 # rounding of each dtype (TF32 and bf16 autocast for float32), well below any missing term.
@@ -51,3 +53,8 @@ def disagreement(
                 "or its layer's grad sampler is wrong."
             )
     return problems, settled
+
+
+def noting(ids: set[int]) -> Callable[[Tensor], None]:
+    """A hook that notes its parameter. It must not hold the book: torch's storage hides the cycle from the collector."""
+    return lambda parameter: ids.add(id(parameter))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from opacus.devices import Placement
 from opacus.errors import PerSampleGradientError, raise_if_any
 from opacus.grad_sample.book import Book
+from opacus.grad_sample.ownership import all_parameters
 from opacus.optimizers.utils import describe
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class BookedSums:
                 "per-sample gradients are not there: no backward pass was captured since the last step. Call "
                 "loss.backward() on the output of the private module before step(), and check that its hooks are enabled."
             )
-        inside = {id(p) for p in book.root.parameters()}
+        inside = {id(p) for p in all_parameters(book.root)}
         raise_if_any(
             "step() cannot go on",
             [

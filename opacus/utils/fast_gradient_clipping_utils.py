@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from opacus.errors import raise_if_any
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import GradSampleHooksFastGradientClipping
+from opacus.grad_sample.owners import Owners
 from opacus.optimizers.optimizer import DPOptimizer
 
 __all__ = ["DPLossFastGradientClipping", "DPTensorFastGradientClipping"]
@@ -104,14 +105,29 @@ class DPLossFastGradientClipping:
                 loss the mean (or sum) over its tokens.
 
         Returns:
-            `DPTensorFastGradientClipping`.
+            `DPTensorFastGradientClipping`. Under a sample index (`set_sample_index`) a sample's loss is the mean (or sum) over its
+            rows, if the criterion returns a loss for each row.
         """
         loss = self._unreduced(*args, **kwargs)
         if shape is not None and loss.shape[0] == shape[0] * shape[1]:
             loss = loss.view(shape[0], shape[1], *loss.shape[1:])
         if loss.dim() > 1:
             loss = loss.flatten(1).mean(1) if self.loss_reduction == "mean" else loss.flatten(1).sum(1)
-        return self._wrapped(loss)
+        return self._wrapped(self._by_samples(loss))
+
+    def _by_samples(self, loss: Tensor) -> Tensor:
+        """`[rows]` as `[samples]`, where samples own different numbers of rows: the mean (or sum) over each one's own.
+
+        A mean over all rows would make a sample's share depend on how many rows the others have. Where every sample owns k rows, it
+        is the mean over samples already.
+        """
+        owners = self.module.capture.owners
+        if not isinstance(owners, Owners) or owners.rows_each is not None or loss.shape[0] != owners.n_rows:
+            return loss
+        total = owners.add_up(loss)
+        if self.loss_reduction == "sum":
+            return total
+        return total / owners.add_up(torch.ones_like(loss)).clamp_(min=1)
 
     def _wrapped(self, loss_per_sample: Tensor) -> DPTensorFastGradientClipping:
         return DPTensorFastGradientClipping(self.module, self.optimizer, loss_per_sample, self.loss_reduction)
