@@ -211,9 +211,7 @@ class Book:
             else:
                 blocks.append(_single(uses))
         blocks += [_joined(group) for group in small.values()]
-        room = (1 + self._low_precision) * self.scale
-        for block in blocks:
-            block.norm_B = block.norm_B * room
+        _take_roots(blocks, (1 + self._low_precision) * self.scale)
         return blocks
 
     def norms(self) -> tuple[list[nn.Parameter], list[Tensor]]:
@@ -330,25 +328,37 @@ def _single(uses: _Uses) -> Block:
         sq_norm_B = uses.kept[0].sq_norm()
 
     def clipped(factor_B: Tensor) -> list[Tensor]:
-        total = uses.kept[0].clipped(factor_B)
-        for use in uses.kept[1:]:
-            total.add_(use.clipped(factor_B))
+        total = uses.kept.pop().clipped(factor_B)
+        while uses.kept:  # what is summed is given back at once
+            total.add_(uses.kept.pop().clipped(factor_B))
         return [total]
 
-    return Block([uses.parameter], sq_norm_B.sqrt(), clipped)
+    return Block([uses.parameter], sq_norm_B, clipped)
 
 
 def _joined(group: list[_Uses]) -> Block:
     """Small gradients of one device side by side: one norm and one product for all of them."""
     parameters = [uses.parameter for uses in group]
-    rows = [uses.kept[0].matrix() for uses in group]  # type: ignore[attr-defined]
+    rows = [uses.kept.pop().matrix() for uses in group]  # type: ignore[attr-defined]
     together = KeptRows(torch.cat(rows, dim=1) if len(rows) > 1 else rows[0])
+    shapes = [p.shape for p in parameters]
 
     def clipped(factor_B: Tensor) -> list[Tensor]:
-        parts = together.clipped(factor_B).split([p.numel() for p in parameters])
-        return [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
+        parts = together.clipped(factor_B).split([shape.numel() for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-    return Block(parameters, together.sq_norm().sqrt(), clipped)
+    return Block(parameters, together.sq_norm(), clipped)
+
+
+def _take_roots(blocks: list[Block], scale: float) -> None:
+    """Turn squared norms into `scale` times norms, all blocks of a device in a few launches."""
+    by_device: dict[tuple[torch.device, torch.dtype], list[Block]] = {}
+    for block in blocks:
+        by_device.setdefault((block.norm_B.device, block.norm_B.dtype), []).append(block)
+    for group in by_device.values():
+        norms = torch.stack([block.norm_B for block in group]).clamp_(min=0).sqrt_().mul_(scale)
+        for block, norm_B in zip(group, norms.unbind(), strict=True):
+            block.norm_B = norm_B
 
 
 def _room(backprops: Tensor) -> float:

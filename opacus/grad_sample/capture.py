@@ -413,7 +413,9 @@ class Capture:
         task = torch._C._current_graph_task_id()
         if task == self._whole_task:
             return True
-        if _is_wanted(self._anchor):  # a backward asked for no inputs in particular: asked once, for all its calls
+        if _is_wanted(
+            self._anchor
+        ):  # a backward asked for no inputs in particular: asked once, for all its calls
             self._whole_task = task
             return True
         leaves = [slot.parameter for slot in call.slots if slot.name in call.names]

@@ -52,6 +52,7 @@ def ft_compute_per_sample_gradient(
         PerSampleGradientError: if the layer draws random numbers, or no input has a row per sample.
 
     Example:
+        >>> import torch
         >>> layer = nn.Linear(3, 2)
         >>> found = ft_compute_per_sample_gradient(layer, [torch.ones(5, 3)], torch.ones(5, 2))
         >>> found[layer.weight].shape
@@ -81,6 +82,7 @@ def make_functional(
         `(function, parameters)`: `function(parameters, *args, **kwargs)` is `mod(*args, **kwargs)` with those parameters.
 
     Example:
+        >>> import torch
         >>> function, parameters = make_functional(nn.Linear(3, 2))
         >>> function(parameters, torch.ones(5, 3)).shape
         torch.Size([5, 2])

@@ -81,7 +81,7 @@ class KeptProduct:
     shape: torch.Size
 
     def sq_norm(self) -> Tensor:
-        return gram_sq_norm(*self.pairs())
+        return gram_sq_norm(*self.pairs()).clamp_(min=0)
 
     def instantiated(self) -> Tensor:
         rows = outer_rows(*self.pairs())
@@ -174,7 +174,7 @@ def joint_sq_norm(uses: Sequence[Kept]) -> Tensor:
     products = [use for use in uses if isinstance(use, KeptProduct)]
     lookups = [use for use in uses if isinstance(use, KeptLookup)]
     if len(products) == len(uses):
-        return gram_sq_norm(*_joined(products))
+        return gram_sq_norm(*_joined(products)).clamp_(min=0)
     if len(lookups) == len(uses):
         return _joined_lookup(lookups).sq_norm()
     if products and lookups and len(products) + len(lookups) == len(uses):

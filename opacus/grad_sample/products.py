@@ -37,7 +37,7 @@ def gram_sq_norm(a_BKTD: Tensor, g_BKTP: Tensor) -> Tensor:
     """Squared norm of `sum_t g_t a_t^T` per sample without forming it: `<a a^T, g g^T>` (Goodfellow, 2015).
 
     Returns:
-        `[B]`, at least float32, clamped at 0 (rounding may make a sum of products slightly negative).
+        `[B]`, at least float32. Rounding may leave a sum of products slightly below 0: clamp before taking a root.
     """
     dtype = torch.promote_types(torch.promote_types(a_BKTD.dtype, g_BKTP.dtype), torch.float32)
     if a_BKTD.shape[2] == 1:
@@ -45,7 +45,7 @@ def gram_sq_norm(a_BKTD: Tensor, g_BKTP: Tensor) -> Tensor:
         return (a.square().sum(-1) * g.square().sum(-1)).flatten(1).sum(1)
     aa = _batched(a_BKTD, a_BKTD.transpose(-1, -2))
     gg = _batched(g_BKTP, g_BKTP.transpose(-1, -2))
-    return torch.linalg.vecdot(aa.flatten(1).to(dtype), gg.flatten(1).to(dtype)).clamp_(min=0)
+    return torch.linalg.vecdot(aa.flatten(1).to(dtype), gg.flatten(1).to(dtype))
 
 
 def scaled_product(a_BKTD: Tensor, g_BKTP: Tensor, factor_B: Tensor) -> Tensor:

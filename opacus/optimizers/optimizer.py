@@ -381,22 +381,29 @@ class DPOptimizer(Optimizer):
         std = self.noise_std()
         stream = self.noise_stream() if self.noise_multiplier > 0 else None
         self._unrounded.clear()
-        for p in self.params:
-            summed = _summed(p)
-            if summed is None:
-                raise ValueError("add_noise() needs clipped sums: call clip_and_accumulate() first")
+        parameters = self.params
+        sums = [_summed(p) for p in parameters]
+        if any(summed is None for summed in sums):
+            raise ValueError("add_noise() needs clipped sums: call clip_and_accumulate() first")
+        noisy: list[Tensor] = []
+        for p, summed in zip(parameters, sums, strict=True):
             dtype = sq_norm_dtype(summed)
             if stream is None:
-                noisy = summed.to(dtype, copy=True)
+                noisy.append(summed.to(dtype, copy=True))
             elif isinstance(std, float):
-                noisy = stream.normal(p.shape, std, p.device, dtype).add_(summed)
+                noisy.append(stream.normal(p.shape, std, p.device, dtype))
             else:
-                noisy = (
-                    stream.normal(p.shape, 1.0, p.device, dtype).mul_(std.on(p.device, dtype)).add_(summed)
-                )
-            p.grad = noisy.to(p.dtype)
-            if p.grad is not noisy:  # keep what rounding lost until scale_grad is done
-                self._unrounded[id(p)] = (p.grad, noisy)
+                noisy.append(stream.normal(p.shape, 1.0, p.device, dtype).mul_(std.on(p.device, dtype)))
+        if stream is not None:
+            for group in _alike(noisy, sums):
+                torch._foreach_add_(*group)
+        if self._booked is not None:  # half the memory: the sums are formed anew by the next backward
+            for p in parameters:
+                p.summed_grad = None  # type: ignore[attr-defined]
+        for p, total in zip(parameters, noisy, strict=True):
+            p.grad = total.to(p.dtype)
+            if p.grad is not total:  # keep what rounding lost until scale_grad is done
+                self._unrounded[id(p)] = (p.grad, total)
 
     def noise_std(self) -> float | FactorCopies:
         """Standard deviation of the noise on the clipped sum; a tensor's copies where only a device knows it."""
@@ -421,6 +428,7 @@ class DPOptimizer(Optimizer):
             return
         assert self.expected_batch_size is not None
         divisor = self.expected_batch_size * self.accumulated_iterations
+        whole: list[Tensor] = []
         for p in self.params:
             if p.grad is None:
                 continue
@@ -428,7 +436,9 @@ class DPOptimizer(Optimizer):
             if held is not None and held[0] is p.grad:
                 p.grad = held[1].div_(divisor).to(p.dtype)
             else:
-                p.grad.div_(divisor)
+                whole.append(p.grad)
+        for (grads,) in _alike(whole):
+            torch._foreach_div_(grads, divisor)
 
     # ------------------------------------------------------- around a step
 
@@ -610,3 +620,11 @@ def by_device(
 
 def _evaluates_closure(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, torch.optim.LBFGS)
+
+
+def _alike(*lists: Sequence[Any]) -> list[tuple[list[Tensor], ...]]:
+    """Split lists of tensors, in parallel, by device and dtype of the first list's: what one `foreach` call takes."""
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, ...]]] = {}
+    for entry in zip(*lists, strict=True):
+        groups.setdefault((entry[0].device, entry[0].dtype), []).append(entry)
+    return [tuple(map(list, zip(*group, strict=True))) for group in groups.values()]
