@@ -13,7 +13,7 @@ Shapes: B samples of a physical batch.
 from __future__ import annotations
 
 import logging
-import weakref
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from opacus.errors import PerSampleGradientError, raise_if_any
 from opacus.grad_sample.captured import Captured
-from opacus.grad_sample.kept import Kept, KeptRows, KeptWithNorm, joint_sq_norm
+from opacus.grad_sample.kept import Kept, KeptElsewhere, KeptRows, KeptWithNorm, joint_sq_norm
 from opacus.grad_sample.ownership import Slot, all_parameters
 from opacus.grad_sample.routes import Route
 from opacus.grad_sample.selection import norms_by_user, rule_for
@@ -66,18 +66,24 @@ class _Uses:
     kept: list[Kept] = field(default_factory=list)
     sq_norm_B: Tensor | None = None  # of the first call alone, until a second one comes
     clipped: Tensor | None = None  # ghost, second pass
-    unclipped: Tensor | None = (
-        None  # for verification: the plain sum, the samples' norms, the rounding to expect
-    )
+    # for verification: the plain sum, the samples' norms, the rounding to expect
+    unclipped: Tensor | None = None
     size: Tensor | float = 0.0
     rounding: Tensor | float = 0.0
 
     def note_unclipped(self, use: Kept, captured: Captured) -> None:
-        everyone_B = torch.ones(captured.owners.n_samples, device=captured.outputs[0].device)
+        everyone_B = torch.ones(captured.owners.n_samples, device=self.parameter.device)
         total = use.clipped(everyone_B)
         self.unclipped = total if self.unclipped is None else self.unclipped + total
         self.size = use.sq_norm().sqrt().sum() + self.size
-        self.rounding = expected_rounding(list(captured.outputs)) + self.rounding
+        rounding = expected_rounding(list(captured.outputs))
+        self.rounding = rounding.to(self.parameter.device) + self.rounding
+
+    def forget_kept(self) -> None:
+        """Norms alone are left."""
+        if self.kept:
+            self.sq_norm_B = joint_sq_norm(self.kept)
+            self.kept.clear()
 
 
 class Book:
@@ -118,16 +124,18 @@ class Book:
         self.n_samples = 0
         self.scale = 1.0
         self._uses: dict[int, _Uses] = {}
+        self._lock = threading.Lock()  # layers of several devices report from a thread each
+        self._norms: tuple[list[nn.Parameter], list[Tensor]] = ([], [])
         self._factor_of: Callable[[nn.Parameter], Tensor]
         self._repeated: set[int] = set()  # used by several calls, as seen in an earlier backward
         self._low_precision = 0.0
         self._route = Route()
         self._plain: set[int] = set()
         self._verified: set[int] = set()
-        self._settled: set[int] = (
-            set()
-        )  # verified, from the next forward on: recomputation must repeat this one
-        self._watched: dict[int, tuple[weakref.ref[Tensor], torch.utils.hooks.RemovableHandle]] = {}
+        # verified, from the next forward on: recomputation must repeat this one
+        self._settled: set[int] = set()
+        self._attached: set[int] = set()  # taking part as usual, to be verified
+        self._watched: dict[int, torch.utils.hooks.RemovableHandle] = {}
         self.watch()
 
     # ------------------------------------------------------ one backward
@@ -135,7 +143,8 @@ class Book:
     def begin(self) -> None:
         self._uses.clear()
         self._low_precision = 0.0
-        self._route = Route(budget=self.stash_budget, always_instantiate=not self.ghost_norms)
+        instantiates = not self.ghost_norms and self.stage != "sums"
+        self._route = Route(budget=self.stash_budget, always_instantiate=instantiates)
         if self.stage in _FIRST and self.pending() and not self.accumulation_allowed():
             raise ValueError(
                 "the clipped gradients of an earlier backward are still there, and grad accumulation is not compatible "
@@ -144,36 +153,41 @@ class Book:
             )
 
     def receive(self, path: str, slots: Sequence[Slot], captured: Captured) -> None:
-        if self.stage == "unwrapped":
-            self.unwrapped_backward = True
-        self.n_samples, self.scale = captured.owners.n_samples, captured.scale
-        self._low_precision = max(self._low_precision, _room(captured.outputs[0]))
         rule = rule_for(captured.layer, captured.names, force_functorch=self.force_functorch)
         kept = rule.keep(captured, self._route)
         norms = norms_by_user(captured) or {}
-        for slot in slots:
-            parameter = slot.parameter
-            if parameter is None or slot.name not in kept:
-                continue
-            use = kept[slot.name]
-            if parameter in norms:
-                use = KeptWithNorm(use, norms[parameter])
-            uses = self._uses.setdefault(id(parameter), _Uses(parameter))
-            if id(parameter) not in self._verified and self.stage in _FIRST:
-                uses.note_unclipped(use, captured)
-            if self.stage == "sums":
-                clipped = use.clipped(self._factor_of(parameter))
-                uses.clipped = clipped if uses.clipped is None else uses.clipped.add_(clipped)
-            elif (
-                self.stage in ("one pass", "unwrapped")
-                or id(parameter) in self._repeated
-                or uses.sq_norm_B is not None
-            ):
-                uses.kept.append(use)
-                if len(uses.kept) == 1 and not isinstance(use, KeptRows):
-                    uses.sq_norm_B = use.sq_norm()
-            else:
+        device = captured.outputs[0].device
+        with self._lock:
+            self.unwrapped_backward |= self.stage == "unwrapped"
+            self.n_samples, self.scale = captured.owners.n_samples, captured.scale
+            self._low_precision = max(self._low_precision, _room(captured.outputs[0]))
+            for slot in slots:
+                parameter = slot.parameter
+                if parameter is None or slot.name not in kept:
+                    continue
+                use = kept[slot.name]
+                _check_shape(f"{path}.{slot.name}", use, parameter, self.n_samples)
+                if parameter in norms:
+                    use = KeptWithNorm(use, norms[parameter])
+                if device != parameter.device:
+                    use = KeptElsewhere(use, device, parameter.device)
+                self._note(self._uses.setdefault(id(parameter), _Uses(parameter)), use, captured)
+
+    def _note(self, uses: _Uses, use: Kept, captured: Captured) -> None:
+        key = id(uses.parameter)
+        if key in self._attached and self.stage in _FIRST:
+            uses.note_unclipped(use, captured)
+        if self.stage == "sums":
+            clipped = use.clipped(self._factor_of(uses.parameter))
+            uses.clipped = clipped if uses.clipped is None else uses.clipped.add_(clipped)
+        elif (
+            self.stage in ("one pass", "unwrapped") or key in self._repeated or uses.sq_norm_B is not None
+        ):
+            uses.kept.append(use)
+            if len(uses.kept) == 1 and not isinstance(use, KeptRows):
                 uses.sq_norm_B = use.sq_norm()
+        else:
+            uses.sq_norm_B = use.sq_norm()
 
     def end(self) -> None:
         problems = self._used_outside() + self._disagreement() if self.stage in _FIRST else []
@@ -190,8 +204,8 @@ class Book:
             self._uses.clear()
 
     def discard(self) -> None:
-        self._uses.clear()
         self._forget_plain()
+        self._uses.clear()
 
     # ----------------------------------------------------- norms and sums
 
@@ -215,17 +229,21 @@ class Book:
         return blocks
 
     def norms(self) -> tuple[list[nn.Parameter], list[Tensor]]:
-        """Ghost, after the first pass: each parameter's per-sample norms `[B]`, also left on `p._norm_sample`."""
-        parameters, norms = [], []
-        room = (1 + self._low_precision) * self.scale
-        for uses in self._uses.values():
-            sq_norm_B = joint_sq_norm(uses.kept) if uses.kept else uses.sq_norm_B
-            if sq_norm_B is not None:
-                norm_B = sq_norm_B.sqrt() * room
-                uses.parameter._norm_sample = norm_B  # type: ignore[attr-defined]
+        """Ghost, after the first pass: each parameter's per-sample norms `[B]`, also left on `p._norm_sample`.
+
+        Whatever was kept to find them is dropped. After the second pass they are still those of the first.
+        """
+        if self._uses:
+            room = (1 + self._low_precision) * self.scale
+            parameters, norms = [], []
+            for uses in self._uses.values():
+                uses.forget_kept()
+                assert uses.sq_norm_B is not None
+                uses.parameter._norm_sample = uses.sq_norm_B.sqrt() * room  # type: ignore[attr-defined]
                 parameters.append(uses.parameter)
-                norms.append(norm_B)
-        return parameters, norms
+                norms.append(uses.parameter._norm_sample)  # type: ignore[attr-defined]
+            self._norms = parameters, norms
+        return self._norms
 
     def incomplete(self) -> bool:
         """Ghost, after the first pass: whether a parameter was used again after what its first use kept was dropped.
@@ -249,26 +267,38 @@ class Book:
 
     def keeps_attached(self, parameter: nn.Parameter) -> bool:
         """The first time, a parameter takes part as usual, so that autograd's gradient can be compared with."""
-        return id(parameter) not in self._verified and parameter.grad is None and not unverifiable()
+        key = id(parameter)
+        if key in self._verified or unverifiable() or not torch.is_grad_enabled():
+            return False
+        if key not in self._attached:
+            parameter.grad = None  # of an earlier step; the next one sets it anew
+            self._attached.add(key)
+        return True
 
     def settle(self) -> None:
         """Parameters found right in the last batch take part detached from now on."""
         self._verified |= self._settled
+        self._attached -= self._settled
         self._settled.clear()
 
     def watch(self) -> None:
         """Before a forward: notice plain gradients of the parameters that train now (and were not watched yet)."""
         self.settle()
         for parameter in all_parameters(self.root):
-            known = self._watched.get(id(parameter))
-            if parameter.requires_grad and (known is None or known[0]() is not parameter):
-                handle = parameter.register_post_accumulate_grad_hook(noting(self._plain))
-                self._watched[id(parameter)] = (weakref.ref(parameter), handle)
-                self._verified.discard(id(parameter))
+            key = id(parameter)
+            known = self._watched.get(key)
+            # asked of the parameter itself: an id may be another's by now, and a weak reference forbids swapping tensors
+            on_it = known is not None and known.id in (parameter._post_accumulate_grad_hooks or ())
+            if parameter.requires_grad and not on_it:
+                self._watched[key] = parameter.register_post_accumulate_grad_hook(noting(self._plain))
+                self._verified.discard(key)
+                self._attached.discard(key)
+            elif key in self._attached:
+                parameter.grad = None  # of an earlier step, after a batch that could not be compared
 
     def close(self) -> None:
         """Take the watching hooks off."""
-        for _, handle in self._watched.values():
+        for handle in self._watched.values():
             handle.remove()
         self._watched.clear()
 
@@ -280,7 +310,7 @@ class Book:
             "weights, output that is no tensor), where it cannot be clipped. Call the layer itself, or freeze it."
             for name, parameter in self.root.named_parameters()
             if id(parameter) in self._plain
-            and (id(parameter) not in self._uses or id(parameter) in self._verified)
+            and (id(parameter) not in self._uses or id(parameter) not in self._attached)
         ]
 
     def _disagreement(self) -> list[str]:
@@ -320,6 +350,18 @@ class Book:
                 uses.parameter.grad = None
             uses.unclipped = None
         self._plain.clear()
+
+
+def _check_shape(where: str, use: Kept, parameter: nn.Parameter, n_samples: int) -> None:
+    """A user's grad sampler may have returned anything."""
+    if isinstance(use, KeptRows) and use.grad_B.shape != (n_samples, *parameter.shape):
+        raise PerSampleGradientError(
+            "a grad sampler returned the wrong shape",
+            [
+                f"{where}: {tuple(use.grad_B.shape)} for {n_samples} samples and a parameter of shape {tuple(parameter.shape)}; a "
+                "sampler returns [B, *parameter.shape]."
+            ],
+        )
 
 
 def _single(uses: _Uses) -> Block:

@@ -20,6 +20,7 @@ from opacus.grad_sample.products import gram_sq_norm, outer_rows, scaled_product
 
 __all__ = [
     "Kept",
+    "KeptElsewhere",
     "KeptLookup",
     "KeptProduct",
     "KeptRows",
@@ -88,7 +89,10 @@ class KeptProduct:
         return rows.reshape(rows.shape[0], *self.shape)
 
     def clipped(self, factor_B: Tensor) -> Tensor:
-        return scaled_product(*self.pairs(), factor_B).reshape(self.shape)
+        # a sample left out must be zero on both sides of the product: infinity times zero is no zero
+        out_B = (factor_B == 0).view(-1, 1, 1, 1)
+        a_BKTD, g_BKTP = (x.masked_fill(out_B, 0) for x in self.pairs())
+        return scaled_product(a_BKTD, g_BKTP, factor_B).reshape(self.shape)
 
 
 @dataclass
@@ -106,6 +110,24 @@ class KeptWithNorm:
 
     def clipped(self, factor_B: Tensor) -> Tensor:
         return self.use.clipped(factor_B)
+
+
+@dataclass
+class KeptElsewhere:
+    """A use by a layer that computes on another device than its parameter's: what is asked for comes home."""
+
+    use: Kept
+    device: torch.device
+    home: torch.device
+
+    def sq_norm(self) -> Tensor:
+        return self.use.sq_norm().to(self.home)
+
+    def instantiated(self) -> Tensor:
+        return self.use.instantiated().to(self.home)
+
+    def clipped(self, factor_B: Tensor) -> Tensor:
+        return self.use.clipped(factor_B.to(self.device)).to(self.home)
 
 
 class LookedUp:
@@ -166,61 +188,82 @@ def segment_sq_norm(looked: LookedUp, n_samples: int, n_entries: int) -> Tensor:
 def joint_sq_norm(uses: Sequence[Kept]) -> Tensor:
     """Squared norm of the sum of several calls' gradients of one parameter, `[B]`.
 
-    Products of one shape join along their positions, lookups along their entries, a lookup and a product (tied embedding
-    and head) by their cross term; anything else is instantiated and added.
+    Products with equal groups join along their positions, lookups along their entries, lookups and products (tied embedding
+    and head) by their cross terms; anything else is instantiated and added.
     """
     if len(uses) == 1:
         return uses[0].sq_norm()
     products = [use for use in uses if isinstance(use, KeptProduct)]
     lookups = [use for use in uses if isinstance(use, KeptLookup)]
-    if len(products) == len(uses):
-        return gram_sq_norm(*_joined(products)).clamp_(min=0)
     if len(lookups) == len(uses):
-        return _joined_lookup(lookups).sq_norm()
-    if products and lookups and len(products) + len(lookups) == len(uses):
-        a_BKTD, g_BKTP = _joined(products)
-        lookup = _joined_lookup(lookups)
-        total = gram_sq_norm(a_BKTD, g_BKTP) + lookup.sq_norm()
-        return total.add_(_cross_term(lookup, a_BKTD[:, 0], g_BKTP[:, 0]), alpha=2).clamp_(min=0)
+        return _joined(lookups).sq_norm()
+    if products and len(products) + len(lookups) == len(uses):
+        pairs = [product.pairs() for product in products]
+        groups = {a_BKTD.shape[1] for a_BKTD, _ in pairs}
+        if len(groups) == 1 and all(lookup.looked.rectangular for lookup in lookups):
+            a_BKTD, g_BKTP = (torch.cat(sides, 2) for sides in zip(*pairs, strict=True))
+            return _tied_sq_norm(lookups, a_BKTD, g_BKTP) if lookups else _product_sq_norm(a_BKTD, g_BKTP)
     total = uses[0].instantiated()
     for use in uses[1:]:
         total = total + use.instantiated()
     return KeptRows(total).sq_norm()
 
 
-def _joined(products: Sequence[KeptProduct]) -> tuple[Tensor, Tensor]:
-    pairs = [product.pairs() for product in products]
-    if len(pairs) == 1:
-        return pairs[0]
-    return torch.cat([a for a, _ in pairs], 2), torch.cat([g for _, g in pairs], 2)
-
-
-def _joined_lookup(lookups: Sequence[KeptLookup]) -> KeptLookup:
+def _joined(lookups: Sequence[KeptLookup]) -> KeptLookup:
     if len(lookups) == 1:
         return lookups[0]
     looked = [lookup.looked for lookup in lookups]
-    joined = LookedUp(
+    together = LookedUp(
         torch.cat([one.ids_N for one in looked]),
         torch.cat([one.rows_N for one in looked]),
         torch.cat([one.g_ND for one in looked]),
     )
-    return KeptLookup(joined, lookups[0].n_samples, lookups[0].shape)
+    return KeptLookup(together, lookups[0].n_samples, lookups[0].shape)
+
+
+def _tied_sq_norm(lookups: Sequence[KeptLookup], a_B1SD: Tensor, g_B1SV: Tensor) -> Tensor:
+    """Of a table that is looked up and multiplied with: `|lookups|^2 + |products|^2 + 2 <lookups, products>`."""
+    together = _joined(lookups)
+    total_B = gram_sq_norm(a_B1SD, g_B1SV) + together.sq_norm()
+    for lookup in lookups:
+        total_B = total_B.add(_cross_term(lookup, a_B1SD[:, 0], g_B1SV[:, 0]), alpha=2)
+    looked = together.looked
+    size_N = torch.linalg.vector_norm(looked.g_ND, dim=1)
+    size_B = size_N.new_zeros(together.n_samples).index_add_(0, looked.rows_N, size_N)
+    return _with_room(total_B, _sizes(a_B1SD, g_B1SV)[:, 0] + size_B)
+
+
+def _product_sq_norm(a_BKTD: Tensor, g_BKTP: Tensor) -> Tensor:
+    return _with_room(gram_sq_norm(a_BKTD, g_BKTP), *_sizes(a_BKTD, g_BKTP).unbind(1))
+
+
+def _sizes(a_BKTD: Tensor, g_BKTP: Tensor) -> Tensor:
+    """`sum_t |a_t| |g_t|`, `[B, K]`: the size of the terms whose sum the gradient is."""
+    dtype = torch.promote_types(torch.promote_types(a_BKTD.dtype, g_BKTP.dtype), torch.float32)
+    sizes = (torch.linalg.vector_norm(x, dim=-1, dtype=dtype) for x in (a_BKTD, g_BKTP))
+    return torch.linalg.vecdot(*sizes)
+
+
+def _with_room(sq_norm_B: Tensor, *sizes: Tensor) -> Tensor:
+    """Squared norms from inner products of terms, made larger by the rounding errors of those.
+
+    Where terms of size S nearly cancel, these errors, in proportion to S^2, may exceed the squared norm itself; without room
+    for them a sample would be clipped too little, by any factor. (Instantiated gradients err in proportion to S only.)
+    """
+    room = 4 * torch.finfo(sq_norm_B.dtype).eps
+    # abs, not clamp: an overflow to minus infinity must not pass for a norm of 0
+    total_B = sq_norm_B.abs()
+    for size_B in sizes:
+        total_B = total_B.add(size_B.square(), alpha=room)
+    return total_B
 
 
 def _cross_term(lookup: KeptLookup, a_BSD: Tensor, g_BSV: Tensor) -> Tensor:
-    """`<embedding gradient, head gradient>` per sample: `sum_{n, s} g_head[b, s, id_n] <g_emb[n], a_head[b, s]>`.
-
-    Entries are taken one sample row after the other; `[N, S]` is the largest thing formed.
-    """
-    looked = lookup.looked
-    dtype = looked.g_ND.dtype
-    rows = looked.rows_N
-    n, b = rows.shape[0], lookup.n_samples
-    if looked.rectangular and b:
-        ids_BT, g_BTD = looked.ids_N.view(b, -1), looked.g_ND.view(b, n // b, -1)
-        inner_BTS = torch.matmul(g_BTD, a_BSD.to(dtype).transpose(1, 2))
-        head_BST = g_BSV.gather(2, ids_BT.unsqueeze(1).expand(-1, g_BSV.shape[1], -1))
-        return (inner_BTS * head_BST.transpose(1, 2).to(dtype)).flatten(1).sum(1)
-    inner_NS = torch.einsum("nd,nsd->ns", looked.g_ND, a_BSD[rows].to(dtype))
-    head_NS = g_BSV[rows, :, looked.ids_N].to(dtype)
-    return looked.g_ND.new_zeros(b).index_add_(0, rows, (inner_NS * head_NS).sum(1))
+    """`<embedding gradient, head gradient>` per sample: `sum_{t, s} g_head[b, s, id_t] <g_emb[b, t], a_head[b, s]>`."""
+    looked, b = lookup.looked, lookup.n_samples
+    dtype = torch.promote_types(looked.g_ND.dtype, a_BSD.dtype)
+    positions = looked.ids_N.shape[0] // max(1, b)
+    ids_BT, g_BTD = looked.ids_N.view(b, positions), looked.g_ND.view(b, positions, looked.g_ND.shape[-1])
+    inner_BTS = torch.matmul(g_BTD.to(dtype), a_BSD.to(dtype).transpose(1, 2))
+    head_BST = g_BSV.gather(2, ids_BT.unsqueeze(1).expand(-1, g_BSV.shape[1], -1))
+    return (inner_BTS * head_BST.transpose(1, 2).to(dtype)).flatten(1).sum(1)

@@ -7,14 +7,16 @@ dbias_i = sum_t g_it: both `[R, D]`, small enough to keep.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from opacus.grad_sample.captured import Captured
 from opacus.grad_sample.interface import by_parameter
+from opacus.grad_sample.kernels import fused, norm_rows
 from opacus.grad_sample.rules import compute_dtype, instantiated, register
 
-__all__ = ["affine_rows", "compute_layer_norm_grad_sample"]
+__all__ = ["affine_rows", "compute_layer_norm_grad_sample", "fused_affine_rows"]
 
 
 def affine_rows(captured: Captured, x_hat: Tensor, n_affine: int) -> dict[str, Tensor]:
@@ -33,9 +35,20 @@ def affine_rows(captured: Captured, x_hat: Tensor, n_affine: int) -> dict[str, T
     return grads
 
 
+def fused_affine_rows(captured: Captured, x: Tensor, eps: float, *, centred: bool) -> dict[str, Tensor]:
+    """What `affine_rows` gives for a whole-width normalisation, by the fused kernel."""
+    shape = torch.Size(captured.layer.normalized_shape)
+    as_RTD = (x.shape[0], x[0].numel() // shape.numel(), shape.numel())
+    weight_RD, bias_RD = norm_rows(x.view(as_RTD), captured.backprops.view(as_RTD), eps, centred=centred)
+    both = {"weight": weight_RD, "bias": bias_RD}
+    return {name: both[name].view(-1, *shape) for name in both if captured.trains(name)}
+
+
 def layer_norm_rows(captured: Captured) -> dict[str, Tensor]:
     layer = captured.layer
     x = captured.batched(1 + len(layer.normalized_shape))
+    if fused(x, captured.backprops):
+        return fused_affine_rows(captured, x, layer.eps, centred=True)
     x_hat = F.layer_norm(x.to(compute_dtype(x)), layer.normalized_shape, eps=layer.eps)
     return affine_rows(captured, x_hat, len(layer.normalized_shape))
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from opacus.grad_sample.kernels import fused, scale_rows
+
 __all__ = ["gram_sq_norm", "outer_rows", "scaled_product"]
 
 
@@ -72,6 +74,8 @@ def scaled_product(a_BKTD: Tensor, g_BKTP: Tensor, factor_B: Tensor) -> Tensor:
 
 def _scaled(x_BKTN: Tensor, factor_B: Tensor) -> Tensor:
     """`factor * x`, zero where the factor is (zero times infinity is no zero); one rounding to `x`'s dtype."""
+    if fused(x_BKTN):
+        return scale_rows(x_BKTN, factor_B)
     scale = factor_B.view(-1, 1, 1, 1)
     out = torch.empty_like(x_BKTN)
     torch.mul(x_BKTN, scale.to(torch.promote_types(x_BKTN.dtype, torch.float32)), out=out)

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from opacus.grad_sample.captured import Captured
 from opacus.grad_sample.interface import by_parameter
-from opacus.grad_sample.layer_norm import affine_rows
+from opacus.grad_sample.kernels import fused
+from opacus.grad_sample.layer_norm import affine_rows, fused_affine_rows
 from opacus.grad_sample.rules import compute_dtype, instantiated, register
 
 __all__ = ["compute_rms_norm_grad_sample"]
@@ -16,6 +17,8 @@ __all__ = ["compute_rms_norm_grad_sample"]
 def rms_norm_rows(captured: Captured) -> dict[str, Tensor]:
     layer = captured.layer
     x = captured.batched(1 + len(layer.normalized_shape))
+    if layer.eps is not None and fused(x, captured.backprops):
+        return fused_affine_rows(captured, x, layer.eps, centred=False)
     # without eps torch takes the machine epsilon, of which dtype is its own affair: normalise in the layer's dtype
     wide = x if layer.eps is None else x.to(compute_dtype(x))
     x_hat = F.rms_norm(wide, layer.normalized_shape, eps=layer.eps).to(compute_dtype(x))

@@ -32,7 +32,7 @@ class Route:
         False
     """
 
-    ROW_BYTES = 4  # instantiated gradients are kept in float32
+    ROW_BYTES = 4  # instantiated gradients are kept in float32 at least
 
     def __init__(self, *, budget: int = 0, always_instantiate: bool = False) -> None:
         self.budget = budget
@@ -47,7 +47,7 @@ class Route:
         if self.always_instantiate:
             return True
         by_pair = positions * (d_in + p_out) * pair_bytes
-        by_rows = p_out * d_in * self.ROW_BYTES
+        by_rows = p_out * d_in * max(self.ROW_BYTES, pair_bytes)
         if by_rows <= by_pair:
             return True
         extra = batch * (by_rows - by_pair)
