@@ -187,7 +187,8 @@ def index_problems(index_R: Any, n_samples: Any) -> list[str]:
         )
     if isinstance(n_samples, bool) or not isinstance(n_samples, int) or n_samples < 0:
         problems.append(f"n_samples must be the number of samples in the batch, not {n_samples!r}.")
-    if not problems and index_R.device.type == "cpu" and index_R.numel():
-        if int(index_R.min()) < 0 or int(index_R.max()) >= n_samples:
-            problems.append(f"index has entries outside 0 to {n_samples - 1} (n_samples={n_samples}).")
+    if problems or index_R.device.type != "cpu" or not index_R.numel():
+        return problems
+    if int(index_R.min()) < 0 or int(index_R.max()) >= n_samples:
+        problems.append(f"index has entries outside 0 to {n_samples - 1} (n_samples={n_samples}).")
     return problems
