@@ -184,7 +184,7 @@ class Book:
             self.stage in ("one pass", "unwrapped") or key in self._repeated or uses.sq_norm_B is not None
         ):
             uses.kept.append(use)
-            if len(uses.kept) == 1 and not isinstance(use, KeptRows):
+            if len(uses.kept) == 1 and key not in self._repeated and not isinstance(use, KeptRows):
                 uses.sq_norm_B = use.sq_norm()
         else:
             uses.sq_norm_B = use.sq_norm()
@@ -197,6 +197,8 @@ class Book:
             raise_if_any("per-sample gradients are not complete", problems, PerSampleGradientError)
         if problems:
             logger.warning("per-sample gradients are not complete: %s", "; ".join(problems))
+        if self.stage == "one pass":
+            self._repeated |= {key for key, uses in self._uses.items() if len(uses.kept) > 1}
         if self.stage == "unwrapped":
             self.norms()
         if self.stage in ("one pass", "sums") and self.on_batch is not None:

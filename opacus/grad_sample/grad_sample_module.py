@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,7 @@ class GradSampleHooks(AbstractGradSampleHooks):
     """
 
     GRAD_SAMPLERS = GRAD_SAMPLERS
+    MODE_OPTIONS: ClassVar[tuple[str, ...]] = ()  # attributes that a mode needs before it starts
 
     def __init__(
         self,
@@ -375,6 +376,7 @@ class GradSampleModule(GradSampleHooks, AbstractGradSampleModule):
         with self.unhooked():
             module = copy.deepcopy(self._module, memo)
         clone = type(self).__new__(type(self))
+        clone.__dict__.update({name: getattr(self, name) for name in self.MODE_OPTIONS})
         GradSampleModule.__init__(
             clone,
             module,

@@ -65,6 +65,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
     """
 
     NORM_SAMPLERS = NORM_SAMPLERS
+    MODE_OPTIONS = ("max_grad_norm", "use_ghost_clipping")
 
     def __init__(
         self,
@@ -127,33 +128,30 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
             book.stage = "unwrapped"
 
     def get_norm_sample(self) -> Tensor:
-        """L2 norm of each sample's gradient over all parameters, `[B]`, after the first pass.
+        """L2 norm of each sample's gradient over all parameters, `[B]`, after a backward.
 
-        Also leaves each parameter's own norms on `p._norm_sample`.
+        Each parameter's own norms lie on `p._norm_sample`.
         """
         parameters, norms = self.book.norms()
         by_device: dict[torch.device, list[Tensor]] = {}
         for p, norm_B in zip(parameters, norms, strict=True):
             by_device.setdefault(p.device, []).append(norm_B)
-        norm_B = total_norms(by_device, Placement(parameters).reduction_device)
-        self.__dict__["per_sample_gradient_norms_"] = norm_B
-        return norm_B
+        return total_norms(by_device, Placement(parameters).reduction_device)
 
     def get_clipping_coef(self) -> Tensor:
-        """Flat clip factors `[B]` for `max_grad_norm`, after the first pass."""
+        """Flat clip factors `[B]` for `max_grad_norm`, after a backward."""
         return flat_clip_factor(self.get_norm_sample(), self.max_grad_norm)
 
     @property
     def per_sample_gradient_norms(self) -> Tensor:
-        """Norms `[B]` found by the last `get_norm_sample`.
+        """Norms `[B]` of the last backward.
 
         Raises:
             AttributeError: before the first one.
         """
-        found = self.__dict__.get("per_sample_gradient_norms_")
-        if found is None:
-            raise AttributeError("per_sample_gradient_norms: no backward of a wrapped loss has been run yet")
-        return found
+        if not self.book.norms()[0]:
+            raise AttributeError("per_sample_gradient_norms: no backward has been run yet")
+        return self.get_norm_sample()
 
     def log_module_gradient_sample_mode(
         self, module: nn.Module, *, force_functorch: bool = False, use_ghost_clipping: bool = True

@@ -62,7 +62,8 @@ class GradSampleModuleBookKeeping(GradSampleModule):
         m, batch_first, loss_reduction, strict, force_functorch, stash_budget: as in `GradSampleHooksBookKeeping`.
     """
 
-    stash_budget = 0
+    MODE_OPTIONS = ("stash_budget",)
+    stash_budget: int
 
     def __init__(
         self,

@@ -121,6 +121,7 @@ class AdaClipDPOptimizer(DPOptimizer):
         self.min_clipbound = min_clipbound
         self.unclipped_num_std = unclipped_num_std
         self._centred_count: Tensor | None = None
+        self._fresh_count: Tensor | None = None  # of physical batches whose sums no step has taken
 
     @classmethod
     def argument_problems(cls, **arguments: Any) -> list[str]:
@@ -172,8 +173,15 @@ class AdaClipDPOptimizer(DPOptimizer):
         weighted_B = norm_B if weight_B is None else norm_B * weight_B
         # each sample adds or takes away one half: sensitivity 1/2
         count = (weighted_B <= bound).to(norm_B.dtype).sub_(0.5).sum()
-        self._centred_count = count if self._centred_count is None else self._centred_count.to(count) + count
+        self._fresh_count = _added(self._fresh_count, count)
         return flat_clip_factor(norm_B, bound, weight_B)
+
+    def clip_and_accumulate(self) -> None:
+        """As in `DPOptimizer`; the count of a batch enters with its sum."""
+        super().clip_and_accumulate()
+        fresh, self._fresh_count = self._fresh_count, None
+        if fresh is not None:
+            self._centred_count = _added(self._centred_count, fresh)
 
     def noise_std(self) -> float | FactorCopies:
         """The gradients' share of the noise, times C."""
@@ -232,6 +240,11 @@ class AdaClipDPOptimizer(DPOptimizer):
         Args:
             set_to_none: as in torch.
         """
+        self._fresh_count = None
         if not self._is_last_step_skipped:
             self._centred_count = None
         super().zero_grad(set_to_none)
+
+
+def _added(earlier: Tensor | None, count: Tensor) -> Tensor:
+    return count if earlier is None else earlier.to(count) + count

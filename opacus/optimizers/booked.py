@@ -51,20 +51,20 @@ class BookedSums:
         optimizer = self.optimizer
         wanted = {id(p) for p in optimizer.params}
         blocks = book.blocks(join=optimizer.JOINS_PARAMETERS, wanted=wanted)
-        self.backwards += 1
-        if not blocks:
-            return
         first = [block.parameters[0] for block in blocks]
         factors = self.factors(first, [block.norm_B for block in blocks])
         for block, factor_B in zip(blocks, factors, strict=True):
             for parameter, total in zip(block.parameters, block.clipped(factor_B), strict=True):
                 self._add(parameter, total)
+        self.backwards += 1
 
     def factors(self, parameters: list[nn.Parameter], norms: list[Tensor]) -> list[Tensor]:
         """What to multiply each sample's raw gradient with, `[B]` for each parameter (or block), on its device."""
         optimizer = self.optimizer
         weight_B = optimizer.take_sample_weights(self.book.n_samples)
         optimizer.before_clipping()
+        if not norms:  # the batch used none of the optimizer's parameters
+            return []
         placement = Placement(optimizer.params, reduction_device=optimizer.reduction_device)
         if optimizer.loss_scale != 1:
             norms = [norm_B / optimizer.loss_scale for norm_B in norms]

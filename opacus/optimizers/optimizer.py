@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from opacus.devices import FactorCopies, NoiseStream, Placement, total_norms
-from opacus.errors import raise_if_any
+from opacus.errors import PerSampleGradientError, raise_if_any
 from opacus.grad_sample.book import Book
 from opacus.optimizers.arguments import basic_problems, positive_number_problems
 from opacus.optimizers.booked import BookedSums
@@ -118,6 +118,7 @@ class DPOptimizer(Optimizer):
         self._step_skip_queue: list[bool] = []
         self._is_last_step_skipped = False
         self._booked: BookedSums | None = None
+        self._copied_from_booked = False
         self._sample_weight_B: Tensor | None = None
         self._nonfinite: dict[torch.device, Tensor] = {}
         self._unrounded: dict[int, tuple[Tensor, Tensor]] = {}
@@ -268,6 +269,14 @@ class DPOptimizer(Optimizer):
             Adding or removing one sample changes `summed_grad`, over all parameters together, by at most
             `max_grad_norm` in L2 norm.
         """
+        if self._copied_from_booked:
+            raise PerSampleGradientError(
+                "step() cannot go on",
+                [
+                    "this optimizer is a copy: the model that clips for the original does not clip for it. Make a private optimizer "
+                    "for the copied model's parameters and give it the copy's clipped sums: optimizer.attach_book(module.policy)."
+                ],
+            )
         if self._booked is not None:
             self._booked.accumulate()
             return
@@ -288,6 +297,7 @@ class DPOptimizer(Optimizer):
             book: the policy of the model that was made private.
         """
         self._booked = BookedSums(self, book)
+        self._copied_from_booked = False
 
     def attached_to(self, book: Book) -> None:
         """Attach `book` if it is not the one attached."""
@@ -590,8 +600,11 @@ class DPOptimizer(Optimizer):
         return self.original_optimizer.register_load_state_dict_post_hook(hook, prepend=prepend)
 
     def __getstate__(self) -> dict[str, Any]:
-        # LR schedulers put a bound `step` on the instance; it belongs to this object, not to a copy
-        return {name: value for name, value in self.__dict__.items() if name != "step"}
+        # LR schedulers put a bound `step` on the instance; it belongs to this object, not to a copy. So does the book
+        state = {name: value for name, value in self.__dict__.items() if name != "step"}
+        state["_copied_from_booked"] = self._copied_from_booked or self._booked is not None
+        state["_booked"] = None
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

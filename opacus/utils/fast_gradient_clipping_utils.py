@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opacus.errors import raise_if_any
+from opacus.errors import ConfigurationError, raise_if_any
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import GradSampleHooksFastGradientClipping
 from opacus.grad_sample.owners import Owners
 from opacus.optimizers.optimizer import DPOptimizer
@@ -90,7 +90,13 @@ class DPLossFastGradientClipping:
         criterion: Any,
         loss_reduction: str = "mean",
     ) -> None:
-        raise_if_any("the criterion cannot be wrapped", criterion_problems(criterion, loss_reduction))
+        problems = criterion_problems(criterion, loss_reduction)
+        if not isinstance(module, GradSampleHooksFastGradientClipping):
+            problems.append(
+                f"module is a {type(module).__name__}: pass what make_private(grad_sample_mode='ghost') returns, or the model in a "
+                "GradSampleModuleFastGradientClipping."
+            )
+        raise_if_any("the criterion cannot be wrapped", problems)
         self.module = module
         self.optimizer = optimizer
         self.criterion = criterion
@@ -109,6 +115,11 @@ class DPLossFastGradientClipping:
             rows, if the criterion returns a loss for each row.
         """
         loss = self._unreduced(*args, **kwargs)
+        if not isinstance(loss, Tensor) or loss.dim() == 0:
+            raise ConfigurationError(
+                "the loss cannot be clipped per sample",
+                ["the criterion gave no loss per sample although it was asked for reduction='none'."],
+            )
         if shape is not None and loss.shape[0] == shape[0] * shape[1]:
             loss = loss.view(shape[0], shape[1], *loss.shape[1:])
         if loss.dim() > 1:
