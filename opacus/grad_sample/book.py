@@ -180,9 +180,7 @@ class Book:
         if self.stage == "sums":
             clipped = use.clipped(self._factor_of(uses.parameter))
             uses.clipped = clipped if uses.clipped is None else uses.clipped.add_(clipped)
-        elif (
-            self.stage in ("one pass", "unwrapped") or key in self._repeated or uses.sq_norm_B is not None
-        ):
+        elif self.stage in ("one pass", "unwrapped") or key in self._repeated or uses.sq_norm_B is not None:
             uses.kept.append(use)
             if len(uses.kept) == 1 and key not in self._repeated and not isinstance(use, KeptRows):
                 uses.sq_norm_B = use.sq_norm()
