@@ -220,7 +220,7 @@ class Book:
         for key, uses in self._uses.items():
             if not uses.kept or key not in wanted:
                 continue
-            if join and len(uses.kept) == 1 and isinstance(uses.kept[0], KeptRows):
+            if join and len(uses.kept) == 1 and _is_small(uses.kept[0]):
                 small.setdefault(uses.parameter.device, []).append(uses)
             else:
                 blocks.append(_single(uses))
@@ -362,6 +362,11 @@ def _check_shape(where: str, use: Kept, parameter: nn.Parameter, n_samples: int)
                 "sampler returns [B, *parameter.shape]."
             ],
         )
+
+
+def _is_small(use: Kept) -> bool:
+    """Whether copying it next to others costs less than a launch of its own: biases, norms, LoRA matrices."""
+    return isinstance(use, KeptRows) and use.grad_B[:1].numel() <= 2**17
 
 
 def _single(uses: _Uses) -> Block:

@@ -65,7 +65,7 @@ class KeptRows:
         rows = self.matrix()
         factor_B = factor_B.to(rows.device)
         # zero times infinity is no zero: a sample left out must be left out of the product too
-        rows = rows.masked_fill((factor_B == 0).unsqueeze(1), 0)
+        rows = torch.where((factor_B == 0).unsqueeze(1), 0, rows)
         return torch.mv(rows.t(), factor_B.to(rows.dtype)).view(self.grad_B.shape[1:])
 
 
@@ -89,10 +89,7 @@ class KeptProduct:
         return rows.reshape(rows.shape[0], *self.shape)
 
     def clipped(self, factor_B: Tensor) -> Tensor:
-        # a sample left out must be zero on both sides of the product: infinity times zero is no zero
-        out_B = (factor_B == 0).view(-1, 1, 1, 1)
-        a_BKTD, g_BKTP = (x.masked_fill(out_B, 0) for x in self.pairs())
-        return scaled_product(a_BKTD, g_BKTP, factor_B).reshape(self.shape)
+        return scaled_product(*self.pairs(), factor_B).reshape(self.shape)
 
 
 @dataclass

@@ -53,17 +53,18 @@ def gram_sq_norm(a_BKTD: Tensor, g_BKTP: Tensor) -> Tensor:
 def scaled_product(a_BKTD: Tensor, g_BKTP: Tensor, factor_B: Tensor) -> Tensor:
     """`sum_i factor_i sum_t g_it a_it^T`: `[K, P, D]`, at least float32.
 
-    The factors scale whichever of the two is smaller.
+    The factors scale whichever of the two is smaller. A sample left out (factor 0) is made zero on both sides: infinity
+    times zero is no zero.
     """
     k = a_BKTD.shape[1]
     dtype = torch.promote_types(a_BKTD.dtype, g_BKTP.dtype)
     if dtype in (torch.bfloat16, torch.float16) and a_BKTD.device.type != "cuda":
         dtype = torch.float32
     a, g = a_BKTD.to(dtype), g_BKTP.to(dtype)
-    if a.shape[-1] < g.shape[-1]:
-        a = _scaled(a, factor_B)
-    else:
-        g = _scaled(g, factor_B)
+    taken_B = (factor_B != 0).to(factor_B.dtype)
+    smaller_is_a = a.shape[-1] < g.shape[-1]
+    a = _scaled(a, factor_B if smaller_is_a else taken_B)
+    g = _scaled(g, taken_B if smaller_is_a else factor_B)
     # [B, K, T, *] -> [K, B T, *]: positions of all samples add up in one product per group
     if k == 1:
         a, g = a.reshape(1, -1, a.shape[-1]), g.reshape(1, -1, g.shape[-1])
