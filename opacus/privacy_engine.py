@@ -26,6 +26,7 @@ from opacus.grad_sample.book import Book
 from opacus.optimizers import DPOptimizer, get_optimizer_class
 from opacus.preconditions import loader_findings, make_private_findings, mode_option_names
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+from opacus.utils.isolation_request import IsolationRequest
 from opacus.utils.resumable import Sampling
 from opacus.utils.sample_rate import sample_rate_of
 from opacus.validators import ModuleValidator
@@ -112,6 +113,10 @@ class PrivacyEngine:
                 rows of what the model is given, as a preference pair does. An item of the data set is then still one sample (the
                 collate function makes k rows of it), batch sizes and epsilon count samples, the k rows are clipped together, and
                 `loss_reduction="mean"` is the mean over samples: over rows / k of them.
+                `check_isolation=True` runs `opacus.testing.check_sample_isolation` first, on up to 16 records of the data set,
+                and refuses a model or loss that lets one sample change another's gradient. The loss it checks is
+                `isolation_loss(model, batch)`; without one `criterion(model(x), y)`, or `model(**batch).loss` for a mapping. It is a
+                look at private records outside any accounted step: no data, but whether it passed, gets out.
 
         Returns:
             `(module or hooks, optimizer, data_loader)`; in mode "ghost" `(module or hooks, optimizer, criterion, data_loader)`.
@@ -131,6 +136,9 @@ class PrivacyEngine:
         mode_options = {
             name: kwargs.pop(name) for name in mode_option_names(grad_sample_mode) if name in kwargs
         }
+        isolation = IsolationRequest(
+            kwargs.pop("check_isolation", False), kwargs.pop("isolation_loss", None), criterion
+        )
         problems, layer_errors = make_private_findings(
             module=module,
             criterion=criterion,
@@ -148,9 +156,10 @@ class PrivacyEngine:
             options=kwargs,
             mode_options=mode_options,
         )
-        _raise_findings("make_private cannot start", problems, layer_errors)
+        _raise_findings("make_private cannot start", problems + isolation.problems(), layer_errors)
 
         rows = RowsPerSample(mode_options.pop("rows_per_sample", 1), mode_options.pop("row_order", "blocked"))
+        isolation.check(module, data_loader, rows, loss_reduction, batch_first)
         sample_rate = sample_rate_of(data_loader)
         private_loader = (
             DPDataLoader.from_data_loader(data_loader, batch_first=batch_first, rand_on_empty=rand_on_empty)

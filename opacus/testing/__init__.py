@@ -1,4 +1,4 @@
-"""Tools for testing models and training code that span devices.
+"""Tools for testing models and training code: devices that are emulated, samples that must not see each other.
 
 Importing this installs nothing: devices are emulated when `devices_for`, `emulated_devices.install` or a fixture of
 `opacus.testing.pytest_plugin` first asks for some.
@@ -7,12 +7,14 @@ Importing this installs nothing: devices are emulated when `devices_for`, `emula
 from opacus.testing.emulated_devices import Copy, EmulationUnsupported, count_copies
 from opacus.testing.layouts import LAYOUTS, accelerators, devices_for
 from opacus.testing.placement import spread
+from opacus.testing.sample_isolation import check_sample_isolation
 
 __all__ = [
     "LAYOUTS",
     "Copy",
     "EmulationUnsupported",
     "accelerators",
+    "check_sample_isolation",
     "count_copies",
     "devices_for",
     "spread",

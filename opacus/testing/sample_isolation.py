@@ -1,0 +1,312 @@
+"""`check_sample_isolation`: one sample's gradient must not depend on the other samples of the batch.
+
+Clipping bounds what a sample adds to the sum through its own gradient. A sample that also changes the others' gradients
+(a mean over the batch's tokens, batch statistics, in-batch negatives, a baseline over the batch) moves the sum without bound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opacus.errors import ConfigurationError, PerSampleGradientError, raise_if_any
+from opacus.grad_sample.capture import Capture
+from opacus.grad_sample.grad_sample_module import GradSampleHooks
+from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
+from opacus.grad_sample.isolation import can_probe
+from opacus.grad_sample.owners import Owners, RowsPerSample, rows_per_sample_problems
+from opacus.testing.samples import Samples
+from opacus.testing.undisturbed import Undisturbed
+from opacus.testing.witness import Key, Prints, Witness, common_factor, difference
+
+__all__ = ["check_sample_isolation"]
+
+# What rows of unchanged samples may change by, relative to their size. Batches of equal shape take the same kernels, so that
+# only non-deterministic ones (measured by a repetition) differ at all; a batch of another size takes others.
+_SAME_SHAPE = {torch.float64: 1e-9, torch.float32: 1e-5}
+_OTHER_SHAPE = {torch.float64: 1e-6, torch.float32: 1e-2}
+
+
+def check_sample_isolation(
+    model: nn.Module | AbstractGradSampleHooks,
+    loss_fn: Callable[[Any, Any], Any],
+    batch: Any,
+    *,
+    loss_reduction: str | None = None,
+    batch_first: bool | None = None,
+    rows_per_sample: int | None = None,
+    row_order: str | None = None,
+    samples: int = 4,
+) -> None:
+    """Raise if a sample's gradient depends on the data, or on the presence, of other samples in the batch.
+
+    The batch is run again with one sample's data replaced by another's, for a few samples of different lengths, and with one
+    sample left out. The others' activations at every module and gradients at every trainable layer must stay what they were.
+    Trainable weights are shaken by 2% meanwhile (zero-initialised adapters hide what they will do), dropout is off, and
+    random numbers repeat; a model that draws some all the same is not checked for the sample left out.
+    Afterwards weights, buffers, gradients, modes and random generators are as before, bit for bit.
+
+    Args:
+        model: the model, plain or made private (then hooks are taken off meanwhile).
+        loss_fn: `(model, batch) -> loss`: the loss as training computes it, reduced to one number.
+        batch: tensors, in any nesting of tuples, lists and mappings; those with one entry a sample (or row) along the batch
+            dimension are changed. At least 2 samples; lengths that vary show more.
+        loss_reduction: "mean" or "sum" over samples; by default that of the private model, else "mean".
+        batch_first, rows_per_sample, row_order: as in `make_private`; by default those of the private model.
+        samples: how many samples to change, one at a time.
+
+    Raises:
+        PerSampleGradientError: naming the modules, or the loss. No data is in the message.
+        ConfigurationError: where nothing can be checked: fewer than 2 samples, samples that are all alike, no gradient.
+
+    Formal guarantee:
+        None: a search, on one batch, at one point. It finds dependence that this batch shows; what it finds is real.
+
+    Example:
+        >>> model = nn.Linear(3, 2)
+        >>> batch = torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
+        >>> mean = lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1])
+        >>> check_sample_isolation(model, mean, batch)
+        >>> def contrastive(model, batch):
+        ...     scores = model(batch[0]) @ model(batch[0].flip(1)).T
+        ...     return nn.functional.cross_entropy(scores, torch.arange(4))
+        >>> check_sample_isolation(model, contrastive, batch)  # doctest: +IGNORE_EXCEPTION_DETAIL
+        Traceback (most recent call last):
+        ...
+        opacus.errors.PerSampleGradientError: samples are not isolated: 1 problem:
+          - the loss: ...
+    """
+    inner = model._module if isinstance(model, AbstractGradSampleHooks) else model
+    used = model if isinstance(model, nn.Module) else inner
+    private = model if isinstance(model, GradSampleHooks) else None
+    rule = private.capture.lasting_owners if private is not None else None
+    own = rule if isinstance(rule, RowsPerSample) else RowsPerSample(1)
+    count = own.count if rows_per_sample is None else rows_per_sample
+    order = own.order if row_order is None else row_order
+    reduction: Any = loss_reduction or getattr(model, "loss_reduction", "mean")
+    first = getattr(model, "batch_first", True) if batch_first is None else batch_first
+    problems = rows_per_sample_problems(count, order)
+    if reduction not in ("mean", "sum"):
+        problems.append(f"loss_reduction must be 'mean' or 'sum', not {reduction!r}.")
+    if not isinstance(samples, int) or samples < 1:
+        problems.append(f"samples must be an integer of at least 1, not {samples!r}.")
+    if rule is not None and not isinstance(rule, RowsPerSample) and rows_per_sample is None:
+        problems.append(
+            "the model's rows are given to samples by an index: the check needs equally many rows for each (rows_per_sample)."
+        )
+    if not can_probe(inner):
+        problems.append("the model's parameters are sharded: check it before sharding.")
+    raise_if_any("sample isolation cannot be checked", problems)
+    with contextlib.ExitStack() as stack:
+        if private is not None:
+            stack.enter_context(private.unhooked())
+        undisturbed = stack.enter_context(Undisturbed(inner))
+        undisturbed.shake()
+        run = _Runs(inner, used, loss_fn, reduction, first, RowsPerSample(count, order), undisturbed)
+        raise_if_any("samples are not isolated", _findings(run, batch, samples), PerSampleGradientError)
+
+
+class _Runs:
+    """Runs the loss on one batch after the other, from the same state."""
+
+    def __init__(
+        self,
+        inner: nn.Module,
+        used: nn.Module,
+        loss_fn: Callable[[Any, Any], Any],
+        loss_reduction: str,
+        batch_first: bool,
+        rule: RowsPerSample,
+        undisturbed: Undisturbed,
+    ) -> None:
+        self.inner, self.used, self.loss_fn = inner, used, loss_fn
+        self.loss_reduction, self.batch_first, self.rule = loss_reduction, batch_first, rule
+        self.undisturbed = undisturbed
+
+    def __call__(self, batch: Any, rows: int | None = None) -> Witness:
+        self.undisturbed.again()
+        witness = Witness(self.batch_first, rows)
+        capture = Capture(
+            self.inner,
+            witness,
+            batch_first=self.batch_first,
+            loss_reduction=self.loss_reduction,
+            detach_weights=True,
+            check_isolation=False,
+        )
+        capture.owners = self.rule
+        capture.attach()
+        handles = witness.watch(self.inner)
+        try:
+            with torch.enable_grad():
+                loss = self.loss_fn(self.used, batch)
+                loss = getattr(loss, "_reduced", lambda: loss)()  # mode "ghost": the wrapped criterion's
+                if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                    raise ConfigurationError(
+                        "sample isolation cannot be checked",
+                        ["loss_fn must return the loss as one number that trainable layers take part in."],
+                    )
+                loss.backward()
+        finally:
+            for handle in handles:
+                handle.remove()
+            capture.detach()
+        return witness
+
+
+def _findings(run: _Runs, batch: Any, count: int) -> list[str]:
+    scout = run(batch)
+    owners = scout.owners
+    if owners is None or not any(
+        gradient is not None and bool((gradient[:, 1] > 0).any())
+        for seen in scout.backward.values()
+        for gradient in seen.outputs
+    ):
+        _refuse("no gradient reached a trainable layer, so there is nothing to compare.")
+    assert owners is not None
+    if owners.n_samples < 2:
+        _refuse(f"the batch has {owners.n_samples} samples: pass at least 2.")
+    changed = Samples(batch, owners, run.batch_first)
+    if not changed.tensors:
+        _refuse(f"no tensor of the batch has {owners.n_samples} entries along its batch dimension.")
+    before = run(batch, owners.n_rows)
+    noise = _Comparison(before, run(batch, owners.n_rows), owners, None, 0.0).largest()
+    if noise > 1e-3:
+        _refuse(
+            "two runs on the same batch differ: loss_fn or the model draws random numbers of its own, or keeps a state. Fix its seed."
+        )
+    tolerance = max(_SAME_SHAPE.get(before.lowest, 1e-3), 10 * noise)
+    picked = changed.spread_out(count)
+    compared = 0
+    for sample, donor in zip(picked, reversed(picked), strict=True):
+        for other in (donor, *range(owners.n_samples)):
+            replaced = changed.replaced(sample, other) if other != sample else None
+            if replaced is not None:
+                break
+        else:
+            continue
+        compared += 1
+        found = _Comparison(before, run(replaced, owners.n_rows), owners, sample, tolerance)
+        if found.problems("data"):
+            return found.problems("data")
+    if not compared:
+        _refuse("all samples of the batch are alike, so that none can take another's place.")
+    if owners.n_samples > 2 and not run.undisturbed.randomness.drawn():
+        sample = picked[-1]
+        fewer = run(changed.without(sample), owners.n_rows - run.rule.count)
+        found = _Comparison(
+            before, fewer, owners, sample, max(_OTHER_SHAPE.get(before.lowest, 0.1), tolerance)
+        )
+        return found.problems("presence", run.loss_reduction)
+    return []
+
+
+def _refuse(problem: str) -> None:
+    raise ConfigurationError("sample isolation cannot be checked", [problem])
+
+
+class _Comparison:
+    """Two runs, in the rows of all samples but one.
+
+    Args:
+        before, after: the runs; `after` may lack the rows of `sample`.
+        sample: the sample that was changed, None for a repetition.
+        tolerance: relative change that is none.
+    """
+
+    def __init__(
+        self, before: Witness, after: Witness, owners: Owners, sample: int | None, tolerance: float
+    ) -> None:
+        self.before, self.after, self.tolerance = before, after, tolerance
+        index = owners.index_on(torch.device("cpu"))
+        self.others = torch.ones_like(index, dtype=torch.bool) if sample is None else index != sample
+
+    def _rows(self, prints: Prints) -> Prints:
+        """The others' rows; a run without the sample has no other."""
+        size, left = len(self.others), int(self.others.sum())
+        return [
+            None
+            if one is None or len(one) not in (size, left)
+            else one[self.others]
+            if len(one) == size
+            else one
+            for one in prints
+        ]
+
+    def _by(self, one: Prints, other: Prints) -> float:
+        return difference(self._rows(one), self._rows(other))
+
+    def largest(self) -> float:
+        """The largest change of a gradient."""
+        pairs = [(seen, self.after.backward.get(key)) for key, seen in self.before.backward.items()]
+        return max((self._by(a.outputs, b.outputs) for a, b in pairs if b is not None), default=0.0)
+
+    def problems(self, what: str, loss_reduction: str = "") -> list[str]:
+        """A sentence for each module that mixes samples; one for the loss where gradients change and no module does."""
+        changed = [key for key in self.before.backward if self._changed(key)]
+        if not changed:
+            return []
+        modules = self._mixing()
+        if modules:
+            return [_module_problem(path, kind, what) for path, kind in modules]
+        return [self._loss_problem(changed, what, loss_reduction)]
+
+    def _changed(self, key: Key) -> bool:
+        a, b = self.before.backward[key], self.after.backward.get(key)
+        if b is None:
+            return False
+        if self._by(a.outputs, b.outputs) > self.tolerance:
+            return True
+        reached = any(g is not None and bool((g[:, 1] > 0).any()) for g in self._rows(a.outputs))
+        return reached and self._by(a.inputs, b.inputs) > self.tolerance
+
+    def _mixing(self) -> list[tuple[str, str]]:
+        """Innermost modules whose outputs changed for the others while their inputs did not."""
+        found: dict[str, str] = {}
+        for key, a in self.before.forward.items():
+            b = self.after.forward.get(key)
+            if b is not None and self._by(a.inputs, b.inputs) <= self.tolerance < self._by(
+                a.outputs, b.outputs
+            ):
+                found[key[0]] = a.kind
+        return [
+            (path, kind)
+            for path, kind in found.items()
+            if not any(other != path and other.startswith(f"{path}." if path else "") for other in found)
+        ]
+
+    def _loss_problem(self, changed: list[Key], what: str, loss_reduction: str) -> str:
+        key = changed[0]
+        path, kind = key[0] or "(root)", self.before.backward[key].kind
+        a, b = self.before.backward[key].outputs, self.after.backward[key].outputs
+        inside = next(iter(self.before.backward)) != key
+        origin = "an auxiliary loss, or a gradient that mixes samples" if inside else "the loss"
+        start = (
+            f"{origin}: the gradient that one sample sends to {path} ({kind}) changes with the {what} of another sample, though "
+            "no module mixes samples in the forward. "
+        )
+        if what == "presence" and common_factor(self._rows(a), self._rows(b), self.tolerance):
+            return start + (
+                f"All gradients change by one factor: with loss_reduction={loss_reduction!r} the loss must be the "
+                f"{loss_reduction} over samples of each one's own loss."
+            )
+        if common_factor(self._rows(a), self._rows(b), self.tolerance):
+            return start + (
+                "All gradients change by one factor, as with a mean over the tokens of the whole batch: divide each sample's loss by "
+                "its own number of tokens, or by a constant."
+            )
+        return start + (
+            "In-batch negatives, a baseline or statistics over the batch do this. Compute each sample's loss from its own rows "
+            "(rows_per_sample), or compare it with constants or public data."
+        )
+
+
+def _module_problem(path: str, kind: str, what: str) -> str:
+    return (
+        f"{path or '(root)'} ({kind}): what it computes for one sample changes with the {what} of another sample (batch statistics, "
+        "mixing along the batch dimension). Use a layer that treats samples one by one (GroupNorm for BatchNorm)."
+    )
