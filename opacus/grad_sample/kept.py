@@ -82,7 +82,7 @@ class KeptProduct:
     shape: torch.Size
 
     def sq_norm(self) -> Tensor:
-        return gram_sq_norm(*self.pairs()).clamp_(min=0)
+        return _product_sq_norm(*self.pairs())
 
     def instantiated(self) -> Tensor:
         rows = outer_rows(*self.pairs())
@@ -197,7 +197,8 @@ def joint_sq_norm(uses: Sequence[Kept]) -> Tensor:
     if products and len(products) + len(lookups) == len(uses):
         pairs = [product.pairs() for product in products]
         groups = {a_BKTD.shape[1] for a_BKTD, _ in pairs}
-        if len(groups) == 1 and all(lookup.looked.rectangular for lookup in lookups):
+        can_cross = groups == {1} and all(lookup.looked.rectangular for lookup in lookups)
+        if can_cross or (len(groups) == 1 and not lookups):
             a_BKTD, g_BKTP = (torch.cat(sides, 2) for sides in zip(*pairs, strict=True))
             return _tied_sq_norm(lookups, a_BKTD, g_BKTP) if lookups else _product_sq_norm(a_BKTD, g_BKTP)
     total = uses[0].instantiated()
@@ -227,11 +228,14 @@ def _tied_sq_norm(lookups: Sequence[KeptLookup], a_B1SD: Tensor, g_B1SV: Tensor)
     looked = together.looked
     size_N = torch.linalg.vector_norm(looked.g_ND, dim=1)
     size_B = size_N.new_zeros(together.n_samples).index_add_(0, looked.rows_N, size_N)
-    return _with_room(total_B, _sizes(a_B1SD, g_B1SV)[:, 0] + size_B)
+    return _with_room(total_B, (_sizes(a_B1SD, g_B1SV)[:, 0] + size_B).square())
 
 
 def _product_sq_norm(a_BKTD: Tensor, g_BKTP: Tensor) -> Tensor:
-    return _with_room(gram_sq_norm(a_BKTD, g_BKTP), *_sizes(a_BKTD, g_BKTP).unbind(1))
+    sq_norm_B = gram_sq_norm(a_BKTD, g_BKTP)
+    if a_BKTD.shape[2] == 1:  # one term for each entry: nothing cancels
+        return sq_norm_B
+    return _with_room(sq_norm_B, _sizes(a_BKTD, g_BKTP).square().sum(1))
 
 
 def _sizes(a_BKTD: Tensor, g_BKTP: Tensor) -> Tensor:
@@ -241,18 +245,14 @@ def _sizes(a_BKTD: Tensor, g_BKTP: Tensor) -> Tensor:
     return torch.linalg.vecdot(*sizes)
 
 
-def _with_room(sq_norm_B: Tensor, *sizes: Tensor) -> Tensor:
-    """Squared norms from inner products of terms, made larger by the rounding errors of those.
+def _with_room(sq_norm_B: Tensor, sq_size_B: Tensor) -> Tensor:
+    """Squared norms from inner products of terms, made larger by what rounding may have taken from them.
 
-    Where terms of size S nearly cancel, these errors, in proportion to S^2, may exceed the squared norm itself; without room
-    for them a sample would be clipped too little, by any factor. (Instantiated gradients err in proportion to S only.)
+    Where terms of size S nearly cancel, the errors, in proportion to S^2, may exceed the squared norm itself; without room
+    for them a sample could be clipped too little, by any factor. (Instantiated gradients err in proportion to S only.)
     """
-    room = 4 * torch.finfo(sq_norm_B.dtype).eps
     # abs, not clamp: an overflow to minus infinity must not pass for a norm of 0
-    total_B = sq_norm_B.abs()
-    for size_B in sizes:
-        total_B = total_B.add(size_B.square(), alpha=room)
-    return total_B
+    return torch.add(sq_norm_B.abs(), sq_size_B, alpha=4 * torch.finfo(sq_norm_B.dtype).eps)
 
 
 def _cross_term(lookup: KeptLookup, a_BSD: Tensor, g_BSV: Tensor) -> Tensor:

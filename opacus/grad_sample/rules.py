@@ -122,7 +122,7 @@ def _of_samples(pair: tuple[Tensor, Tensor], owners: Owners) -> tuple[Tensor, Te
 def _bias_rows(captured: Captured) -> Tensor:
     """Gradient of a bias added to every position: backprops summed over all dims but batch and channels."""
     g = captured.backprops
-    channel = g.dim() - 1 if isinstance(captured.layer, nn.Linear) else 1
+    channel = 1 if isinstance(captured.layer, nn.modules.conv._ConvNd) else g.dim() - 1
     middle = [dim for dim in range(1, g.dim()) if dim != channel]
     return g.sum(middle, dtype=compute_dtype(g)) if middle else g.to(compute_dtype(g))
 

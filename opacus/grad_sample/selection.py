@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from opacus.grad_sample.captured import Captured
 from opacus.grad_sample.functorch import FUNCTORCH
+from opacus.grad_sample.hf_conv1d import meet
 from opacus.grad_sample.ownership import slots
 from opacus.grad_sample.rules import Rule, builtin_rule, instantiated
 
@@ -47,6 +48,7 @@ def rule_for(layer: nn.Module, names: tuple[str, ...], *, force_functorch: bool 
     # bags given as one line of ids cannot be cut into rows by functorch
     if force_functorch and not isinstance(layer, nn.EmbeddingBag):
         return FUNCTORCH
+    meet(layer)
     return builtin_rule(layer, names) or FUNCTORCH
 
 
