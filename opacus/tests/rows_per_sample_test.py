@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from opacus.grad_sample.kept import KeptProduct, KeptRows
 from opacus.grad_sample.routes import Route
 from opacus.grad_sample.rules import builtin_rule
 from opacus.testing import spread
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 
 MODES = ["hooks", "functorch", "ew", "bk", "ghost"]
 ORDERS = ["blocked", "interleaved"]
@@ -448,3 +450,73 @@ def test_rows_of_one_sample_may_see_each_other_but_not_those_of_others():
                 continue
             with pytest.raises(PerSampleGradientError, match="not isolated"):
                 model(torch.randn(6, 3))
+
+
+class Pairs(torch.utils.data.Dataset):
+    """An item is one sample: a chosen and a rejected sequence."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, i: int) -> Tensor:
+        return torch.randint(0, V, (2, T), generator=torch.Generator().manual_seed(i))
+
+
+def chosen_then_rejected(pairs: list[Tensor]) -> Tensor:
+    return torch.stack(pairs, 1).flatten(0, 1)
+
+
+def descend(model: nn.Module, pairs: list[Tensor]) -> None:
+    """One step of descent on the clipped sum over pairs, 2 being expected; lr 0.3, C 0.4."""
+    if not pairs:
+        return
+    index = index_of("interleaved", len(pairs), 2)
+    grads = looped(model, torch.cat(pairs), index, len(pairs), lambda s: of_each(s.view(1, 2)).sum())
+    with torch.no_grad():
+        for p, total in zip(model.parameters(), clipped(grads, "flat", 0.4), strict=True):
+            p -= 0.3 * total / 2
+
+
+@pytest.mark.parametrize("physical", [None, 2])
+@pytest.mark.parametrize("mode", ["hooks", "bk", "ghost"])
+def test_a_loader_that_draws_samples_trains_on_their_rows(mode, physical):
+    """Poisson batches, empty ones too, and logical batches cut into physical ones: always whole samples, counted as such."""
+    torch.manual_seed(9)
+    model = Scorer().double()
+    reference = copy.deepcopy(model)
+    engine = PrivacyEngine(accountant="rdp")
+    module, optimizer, *rest = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.3),
+        criterion=Preference("blocked", "mean", 2),
+        data_loader=DataLoader(Pairs(), batch_size=2, collate_fn=chosen_then_rejected),
+        noise_multiplier=0.0,
+        max_grad_norm=0.4,
+        grad_sample_mode=mode,
+        rows_per_sample=2,
+    )
+    criterion = rest[0] if mode == "ghost" else Preference("blocked", "mean", 2)
+    assert optimizer.expected_batch_size == 2
+    managed = (
+        contextlib.nullcontext(rest[-1])
+        if physical is None
+        else BatchMemoryManager(data_loader=rest[-1], max_physical_batch_size=physical, optimizer=optimizer)
+    )
+    sizes, logical = [], []
+    with managed as loader:
+        for _ in range(3):
+            for rows in loader:
+                assert physical is None or len(rows) <= 2 * physical
+                logical += list(rows.view(2, len(rows) // 2, T).transpose(0, 1))
+                criterion(module(rows)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if not optimizer._is_last_step_skipped:
+                    sizes.append(len(logical))
+                    descend(reference, logical)
+                    logical = []
+    assert len(engine.accountant) == len(sizes) == 18
+    assert min(sizes) == 0
+    assert max(sizes) > 2
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=0, atol=1e-9)
