@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,17 +23,20 @@ def prepare_layer(layer: nn.Module, batch_first: bool = True) -> None:
         layer: any layer.
         batch_first: whether the layer itself takes its batch in dimension 0 (else 1).
     """
+    # a partial, so that the model can still be pickled and deep-copied
+    layer.ft_compute_sample_grad = partial(_sample_grads, layer, batch_first)  # type: ignore[assignment]
 
-    def compute(activations: Sequence[Tensor], backprops: Tensor) -> dict[str, Tensor]:
-        from opacus.grad_sample.functorch import functorch_rows  # which re-exports this file's functions
 
-        captured = capture_of(layer, activations, backprops)
-        if not batch_first:
-            args = tuple(a.transpose(0, 1) if a.dim() > 1 else a for a in activations)
-            captured = replace(captured, args=args, batch_dim_of=lambda tensor: int(tensor.dim() > 1))
-        return functorch_rows(captured)
+def _sample_grads(
+    layer: nn.Module, batch_first: bool, activations: Sequence[Tensor], backprops: Tensor
+) -> dict[str, Tensor]:
+    from opacus.grad_sample.functorch import functorch_rows  # which re-exports this file's functions
 
-    layer.ft_compute_sample_grad = compute  # type: ignore[assignment]
+    captured = capture_of(layer, activations, backprops)
+    if not batch_first:
+        args = tuple(a.transpose(0, 1) if a.dim() > 1 else a for a in activations)
+        captured = replace(captured, args=args, batch_dim_of=lambda tensor: int(tensor.dim() > 1))
+    return functorch_rows(captured)
 
 
 def ft_compute_per_sample_gradient(

@@ -16,11 +16,12 @@ from opacus.grad_sample.book import Book
 from opacus.grad_sample.capture import Capture, refuse_if_captured
 from opacus.grad_sample.captured import Captured
 from opacus.grad_sample.embedding import mixing_options
+from opacus.grad_sample.functorch import FUNCTORCH, prepare_layer
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
 from opacus.grad_sample.instantiate import Instantiate
 from opacus.grad_sample.owners import OwnerRule, Owners, index_problems
 from opacus.grad_sample.ownership import layers_with_parameters, slots
-from opacus.grad_sample.selection import GRAD_SAMPLERS
+from opacus.grad_sample.selection import GRAD_SAMPLERS, rule_for
 
 __all__ = [
     "GradSampleHooks",
@@ -98,6 +99,10 @@ class GradSampleHooks(AbstractGradSampleHooks):
         self.policy, self.capture = policy, capture
         # the recorded name, on the object that users hold: the wrapper, or the model itself
         self._holder().autograd_grad_sample_hooks = capture.handles
+        for _, layer, own in layers_with_parameters(self._module):
+            names = tuple(slot.name for slot in own)
+            if rule_for(layer, names, force_functorch=force_functorch) is FUNCTORCH:
+                prepare_layer(layer, batch_first)
         self._watch_forwards()
 
     def _make_policy(self, loss_reduction: str, force_functorch: bool) -> Instantiate | Book:
@@ -141,6 +146,8 @@ class GradSampleHooks(AbstractGradSampleHooks):
         self.policy.close()
         self._watching.remove()
         vars(self._holder()).pop("autograd_grad_sample_hooks", None)
+        for layer in self._module.modules():
+            vars(layer).pop("ft_compute_sample_grad", None)
 
     @contextlib.contextmanager
     def unhooked(self) -> Iterator[nn.Module]:

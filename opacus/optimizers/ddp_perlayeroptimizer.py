@@ -9,6 +9,9 @@ from torch.optim import Optimizer
 
 from opacus.distributed.unavailable import refuse
 from opacus.optimizers.optimizer import DPOptimizer
+from opacus.optimizers.perlayeroptimizer import (
+    clip_and_accumulate_parameter as _clip_and_accumulate_parameter,  # noqa: F401  imported by existing code
+)
 
 __all__ = ["DistributedPerLayerOptimizer", "SimpleDistributedPerLayerOptimizer"]
 

@@ -641,3 +641,23 @@ def _alike(*lists: Sequence[Any]) -> list[tuple[list[Tensor], ...]]:
     for entry in zip(*lists, strict=True):
         groups.setdefault((entry[0].device, entry[0].dtype), []).append(entry)
     return [tuple(map(list, zip(*group, strict=True))) for group in groups.values()]
+
+
+def _generate_noise(
+    std: float,
+    reference: Tensor,
+    generator: torch.Generator | None = None,
+    secure_mode: bool = False,
+) -> Tensor:
+    """Gaussian noise for one tensor, under the name that existing code imports.
+
+    Args:
+        std: standard deviation; 0 gives zeros.
+        reference: gives shape, dtype and device.
+        generator: the stream, on any device.
+        secure_mode: draw from the operating system's entropy instead.
+    """
+    if std == 0:
+        return torch.zeros_like(reference)
+    stream = SecureNoise() if secure_mode else NoiseStream(generator, reference.device)
+    return stream.normal(reference.shape, std, reference.device, reference.dtype)

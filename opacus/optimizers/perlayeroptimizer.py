@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from opacus.grad_sample.kept import KeptRows
 from opacus.optimizers.arguments import positive_number_problems
 from opacus.optimizers.clipping import flat_clip_factor
 from opacus.optimizers.optimizer import DPOptimizer, by_device
@@ -125,3 +126,21 @@ class DPPerLayerOptimizer(DPOptimizer):
             flat_clip_factor(norm_B, bounds[id(p)], None if weight_B is None else weight_B.to(p.device))
             for p, norm_B in zip(parameters, norms, strict=True)
         ]
+
+
+def clip_and_accumulate_parameter(p: nn.Parameter, max_grad_norm: float) -> None:
+    """Clip one parameter's per-sample gradients by a bound of its own, and add their sum to `p.summed_grad`.
+
+    Args:
+        p: with `grad_sample`, `[B, *shape]` (or a list of such, after several backward passes).
+        max_grad_norm: its bound.
+
+    Formal guarantee:
+        Each sample moves `p.summed_grad` by at most `max_grad_norm`.
+    """
+    entries = p.grad_sample if isinstance(p.grad_sample, list) else [p.grad_sample]  # type: ignore[attr-defined]
+    for entry in entries:
+        kept = KeptRows(entry)
+        clipped = kept.clipped(flat_clip_factor(kept.sq_norm().sqrt(), max_grad_norm))
+        earlier = getattr(p, "summed_grad", None)
+        p.summed_grad = clipped if earlier is None else earlier + clipped  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
