@@ -208,9 +208,9 @@ class GradSampleHooks(AbstractGradSampleHooks):
             ValueError: if a forward that ran under an earlier index still waits for its backward.
 
         Formal guarantee:
-            Row r counts towards sample `index[r]` alone, and all rows of a sample are clipped together. The index itself is trusted,
-            as is the loss: one row that mixes two samples (packed sequences), or a loss whose scale depends on how many
-            rows the others have, is for `opacus.testing.check_sample_isolation` to find.
+            Row r counts towards sample `index[r]` alone, and all rows of a sample are clipped together. The index itself is trusted:
+            a row into which several samples were packed is one row, so give each sample rows of its own. So is the loss, whose
+            scale must not depend on how many rows the other samples have.
 
         Example:
             >>> import torch
