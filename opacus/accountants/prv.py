@@ -64,7 +64,7 @@ class PRVAccountant(IAccountant):
             ConfigurationError: naming every argument out of range.
 
         Warns:
-            UserWarning: once per accountant, if the answer is the (looser, valid) one of `RDPAccountant`, and why.
+            UserWarning: once per accountant, if the answer is valid but loose (`RDPAccountant`'s at worst), and why.
         """
         problems = number_problems(delta=delta)
         if not (eps_error > 0):
@@ -94,7 +94,8 @@ class PRVAccountant(IAccountant):
             if not self._has_said_why:
                 self._has_said_why = True
                 warnings.warn(
-                    f"PRVAccountant answers with RDPAccountant's epsilon, which is valid but larger: {reason}.",
+                    f"PRVAccountant's epsilon is valid but larger than need be ({reason}): it is the smaller one "
+                    "of a coarse estimate's upper bound and RDPAccountant's epsilon.",
                     stacklevel=2,
                 )
         renyi = RDPAccountant()

@@ -13,7 +13,7 @@ import warnings
 from typing import Any
 
 from opacus.accountants.analysis.checks import number_problems
-from opacus.accountants.analysis.search import Bracket, bisect, narrow
+from opacus.accountants.analysis.search import Bracket, bisect, narrow, pin
 from opacus.accountants.rdp import RDPAccountant
 from opacus.accountants.registry import create_accountant
 from opacus.errors import ConfigurationError, raise_if_any
@@ -101,7 +101,7 @@ def get_noise_multiplier(
             warnings.simplefilter("ignore")  # advice on orders, which do not matter here
             rough = Bracket(renyi_epsilon_of, 0.97 * target_epsilon, target_epsilon)
             narrow(rough, 1.0, MAX_SIGMA)
-        start = 0.97 * rough.exceeds if rough.exceeds > 0 else 1.0
+        start = min((x for x, value in rough.values.items() if value <= target_epsilon), default=MAX_SIGMA)
     bracket = Bracket(epsilon_of, target_epsilon - epsilon_tolerance, target_epsilon)
     if not narrow(bracket, start, MAX_SIGMA):
         raise ConfigurationError(
@@ -112,6 +112,7 @@ def get_noise_multiplier(
                 f"over {count} steps. Raise a target, or train for fewer steps."
             ],
         )
+    pin(bracket)
     return bisect(bracket, _FIRST_SIGMA)
 
 

@@ -6,9 +6,11 @@ import warnings
 import numpy as np
 import pytest
 from scipy.integrate import quad
+from scipy.optimize import brentq
+from scipy.stats import binom
 
 from opacus.accountants import PRVAccountant, RDPAccountant, create_accountant
-from opacus.accountants.analysis.gdp import eps_from_mu
+from opacus.accountants.analysis.gdp import delta_eps_mu, eps_from_mu
 from opacus.accountants.analysis.prv import (
     DiscretePRV,
     Domain,
@@ -191,6 +193,27 @@ def test_two_meshes_never_lower_delta_and_agree_with_one_fine_mesh():
     )
     for delta in (1e-4, 1e-6, 1e-8):
         assert two.epsilon(delta) == pytest.approx(one.epsilon(delta), rel=2e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("q", "sigma", "steps"), [(1e-6, 0.07, 10**4), (1e-4, 0.06, 10**4), (1e-6, 0.05, 10**6)]
+)
+def test_rare_large_losses_have_the_epsilon_of_a_poisson_number_of_gaussians(q, sigma, steps):
+    # Told which steps held the sample, one sees k ~ Binomial(steps, q) Gaussian mechanisms: an upper bound. Each
+    # held the sample unnoticed by a factor of q, so epsilon is lower by no more than log(1/q) for each of them.
+    delta = 1e-6
+    counts = np.arange(0, 60)
+    chances = binom.pmf(counts, steps, q)
+
+    def spent(eps):
+        return chances[1:] @ np.array([delta_eps_mu(eps=eps, mu=math.sqrt(k) / sigma) for k in counts[1:]])
+
+    bound = brentq(lambda eps: math.log(max(spent(eps), 1e-300) / delta), 0.0, 2e4)
+    most = int(binom.isf(delta, steps, q))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = epsilon([(sigma, q, steps)], delta)
+    assert bound - (most + 1) * math.log(1 / q) <= found <= bound
 
 
 def test_safe_domain_holds_the_composed_loss():

@@ -69,6 +69,30 @@ def test_divergence_agrees_with_quadrature_in_25_digits(q, sigma, order):
     )
 
 
+@pytest.mark.parametrize(("q", "sigma", "order"), [(1e-6, 50.0, 1.5), (1e-4, 1e6, 3.3), (0.01, 300.0, 2.5)])
+def test_tiny_divergences_keep_their_digits(q, sigma, order):
+    mp = pytest.importorskip("mpmath")
+    with mp.workdps(50):
+        s, a, rate = mp.mpf(sigma), mp.mpf(order), mp.mpf(q)
+        excess = mp.quad(
+            lambda x: mp.npdf(x, 0, s) * ((1 - rate + rate * mp.exp((2 * x - 1) / (2 * s * s))) ** a - 1),
+            [-20 * s, -5 * s, 0, 5 * s, 20 * s],
+        )
+        expected = float(mp.log1p(excess) / (a - 1))
+    found = compute_rdp(q=q, noise_multiplier=sigma, steps=1, orders=order)
+    assert found == pytest.approx(expected, rel=1e-11)
+
+
+@pytest.mark.parametrize("sigma", [1e-3, 1e-170])
+def test_next_to_no_noise_has_a_divergence_that_is_valid_and_rises_with_the_order(sigma):
+    # P is at least q N(1, s^2), so the moment is at least q^order times that of the Gaussian mechanism.
+    orders = [1.1, 1.9, 2.0, 2.5, 3.0]
+    rdp = compute_rdp(q=0.1, noise_multiplier=sigma, steps=1, orders=orders)
+    assert all(before <= after * (1 + 1e-12) for before, after in zip(rdp, rdp[1:], strict=False))
+    full = [order / 2 / sigma / sigma + order / (order - 1) * math.log(0.1) for order in orders]
+    assert all(value >= least for value, least in zip(rdp, full, strict=True))
+
+
 def test_full_batches_have_the_gaussian_divergence():
     orders = np.array([1.5, 2.0, 33.0])
     rdp = compute_rdp(q=1.0, noise_multiplier=3.0, steps=7, orders=orders)

@@ -7,8 +7,11 @@ import sys
 import warnings
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
-from opacus.accountants import create_accountant, get_noise_multiplier
+from opacus.accountants import PRVAccountant, create_accountant, get_noise_multiplier
+from opacus.accountants.analysis.search import Bracket, bisect, narrow, pin
 from opacus.accountants.utils import MAX_SIGMA, steps_of
 from opacus.errors import ConfigurationError
 from opacus.scripts.compute_dp_sgd_privacy import main
@@ -18,8 +21,14 @@ from opacus.scripts.compute_dp_sgd_privacy import main
 @pytest.mark.parametrize("target", [0.05, 8.0, 200.0])
 @pytest.mark.parametrize(("q", "steps"), [(0.01, 1000), (1.0, 20)])
 def test_noise_spends_the_target_and_less_noise_would_exceed_it(name, target, q, steps):
+    tolerance = min(0.01, 0.01 * target)
     sigma = get_noise_multiplier(
-        target_epsilon=target, target_delta=1e-5, sample_rate=q, steps=steps, accountant=name
+        target_epsilon=target,
+        target_delta=1e-5,
+        sample_rate=q,
+        steps=steps,
+        accountant=name,
+        epsilon_tolerance=tolerance,
     )
 
     def spent(noise_multiplier):
@@ -29,8 +38,101 @@ def test_noise_spends_the_target_and_less_noise_would_exceed_it(name, target, q,
             warnings.simplefilter("ignore")
             return accountant.get_epsilon(1e-5)
 
-    assert target - 0.01 <= spent(sigma) <= target
+    assert target - tolerance <= spent(sigma) <= target
     assert spent(0.95 * sigma) > target
+
+
+def plain_bisection(epsilon_of, target, tolerance):
+    low, high = 0.0, 20.0
+    while epsilon_of(high) > target:
+        high *= 2
+    while target - epsilon_of(high) > tolerance:
+        middle = (low + high) / 2
+        low, high = (low, middle) if epsilon_of(middle) <= target else (middle, high)
+    return high
+
+
+@pytest.mark.parametrize("name", ["rdp", "gdp", "prv"])
+@pytest.mark.parametrize(
+    ("target", "q", "steps", "tolerance"),
+    [
+        (8.0, 0.04, 500, 0.01),
+        (1.0, 0.001, 5000, 1e-3),
+        (0.05, 0.05, 2000, 0.01),
+        (0.008, 0.3, 10_000, 0.01),  # all epsilons below the target will do: the first doubling ends it
+        (300.0, 0.01, 100, 0.5),
+    ],
+)
+def test_noise_is_that_of_plain_bisection_to_the_last_digit(name, target, q, steps, tolerance):
+    accountant = create_accountant(name)
+
+    def spent(noise_multiplier):
+        accountant.history = [(noise_multiplier, q, steps)]
+        return accountant.get_epsilon(1e-5)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = get_noise_multiplier(
+            target_epsilon=target,
+            target_delta=1e-5,
+            sample_rate=q,
+            steps=steps,
+            accountant=name,
+            epsilon_tolerance=tolerance,
+        )
+        assert found == plain_bisection(spent, target, tolerance)
+
+
+def search(function, target, tolerance, start=1.0):
+    asked = []
+
+    def counted(x):
+        asked.append(x)
+        return function(x)
+
+    bracket = Bracket(counted, target - tolerance, target)
+    assert narrow(bracket, start, 1e6)
+    pin(bracket)
+    return bisect(bracket, 20.0), asked
+
+
+@given(
+    power=st.floats(0.5, 6),
+    scale=st.floats(1e-2, 1e2),
+    target=st.floats(0.01, 1000),
+    share=st.floats(1e-4, 0.9),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_power_is_searched_as_by_bisection_in_fewer_evaluations(power, scale, target, share):
+    def function(x):
+        return (scale / x) ** power
+
+    assume(2e-3 < scale / target ** (1 / power) < 1e5)
+    found, asked = search(function, target, share * target)
+    assert found == plain_bisection(function, target, share * target)
+    assert len(asked) == len(set(asked)) <= 40
+
+
+def test_where_epsilon_jumps_across_the_target_the_search_ends_beside_the_jump():
+    found, asked = search(lambda x: 1000.0 if x < 0.7 else 1.0, 300.0, 0.01)
+    assert found == pytest.approx(0.7, rel=1e-5)
+    assert found >= 0.7
+    assert len(asked) < 60
+
+
+def test_prv_searches_take_few_evaluations_where_losses_are_rare_and_large(monkeypatch):
+    asked = []
+    plain = PRVAccountant.get_epsilon
+    monkeypatch.setattr(
+        PRVAccountant, "get_epsilon", lambda self, *a, **k: asked.append(plain(self, *a, **k)) or asked[-1]
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no answer of the Renyi accountant is used
+        get_noise_multiplier(
+            target_epsilon=300, target_delta=1e-6, sample_rate=1e-6, steps=10_000, accountant="prv"
+        )
+    assert 299.99 <= asked[-1] <= 300
+    assert len(asked) <= 16
 
 
 def test_full_batches_have_the_closed_form():

@@ -1,5 +1,7 @@
 """History, hooks, saved states, registry."""
 
+import copy
+import pickle
 import types
 
 import pytest
@@ -34,6 +36,29 @@ def test_hook_refuses_a_rate_above_one():
     record = RDPAccountant().get_optimizer_hook_fn(0.5)
     with pytest.raises(ConfigurationError, match="sample_rate is 1.5"):
         record(types.SimpleNamespace(noise_multiplier=1.0, accumulated_iterations=3))
+
+
+def test_hook_of_a_copied_optimizer_counts_against_the_same_budget():
+    accountant = RDPAccountant()
+    optimizer = types.SimpleNamespace(
+        noise_multiplier=2.0, accumulated_iterations=1, hook=accountant.get_optimizer_hook_fn(0.1)
+    )
+    copied = copy.deepcopy(optimizer)
+    copied.noise_multiplier = 3.0
+    for each in (optimizer, copied):
+        each.hook(each)
+    assert accountant.history == [(2.0, 0.1, 1), (3.0, 0.1, 1)]
+
+
+def test_hook_survives_pickling_with_its_history():
+    accountant = RDPAccountant()
+    hook = accountant.get_optimizer_hook_fn(0.1)
+    step = types.SimpleNamespace(noise_multiplier=2.0, accumulated_iterations=2)
+    hook(step)
+    restored, owner = pickle.loads(pickle.dumps((hook, accountant)))
+    restored(step)
+    assert owner.history == [(2.0, 0.2, 2)]  # the restored hook still belongs to the restored accountant
+    assert accountant.history == [(2.0, 0.2, 1)]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-__all__ = ["Bracket", "bisect", "narrow"]
+__all__ = ["Bracket", "bisect", "narrow", "pin"]
 
 _LEAST = 1e-3
 _CLOSE = 1 + 1e-6
@@ -121,6 +121,25 @@ def bisect(bracket: Bracket, first: float) -> float:
             low = middle
         else:
             high = middle
+
+
+def pin(bracket: Bracket) -> None:
+    """Evaluate just outside both ends of the range, so that bisection's questions are decided almost everywhere."""
+    inside = [x for x, value in bracket.values.items() if max(bracket.floor, 0.0) < value <= bracket.target]
+    if not inside:
+        return
+    x = inside[-1]
+    value = bracket.values[x]
+    width = bracket.target - max(bracket.floor, 0.0)
+    for aim in (bracket.target + width, bracket.floor - width):
+        # The slope of logarithms between the two points closest to each other; much noise halves epsilon when doubled.
+        others = [y for y, known in bracket.values.items() if y != x and 0 < known < math.inf]
+        other = min(others, key=lambda y: abs(math.log(y / x)), default=None)
+        slope = _log_ratio(bracket.values[other], value) / math.log(other / x) if other else -1.0
+        if aim > 0 and slope < 0:
+            guess = x * math.exp(math.log(aim / value) / slope)
+            if bracket.exceeds < guess < bracket.falls_short:
+                bracket(guess)
 
 
 def _log_ratio(value: float, aim: float) -> float:

@@ -104,8 +104,11 @@ def _chernoff(parts: Sequence[tuple[DiscretePRV, int]], mass: float, sign: int) 
             total += count * (top + math.log(float(np.exp(terms - top).sum())))
         return total / rate
 
-    guess = math.log(math.sqrt(-2 * math.log(mass) / variance)) if variance > 0 else 0.0
-    best = minimize_scalar(bound, bounds=(guess - 7, guess + 3), method="bounded", options={"xatol": 0.05})
+    # At a lower rate than the first, the bound exceeds the reach; a normal loss has its best rate at the second.
+    lowest = math.log(-math.log(mass) / max(reach - mean, math.ulp(1.0)))
+    normal = math.log(math.sqrt(-2 * math.log(mass) / variance)) if variance > 0 else lowest
+    limits = (lowest, max(lowest, normal) + 3)
+    best = minimize_scalar(bound, bounds=limits, method="bounded", options={"xatol": 0.05})
     return min(mean + float(best.fun), reach)
 
 

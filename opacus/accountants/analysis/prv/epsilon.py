@@ -78,6 +78,9 @@ def composed_epsilon(
                     composed, size = compose_on_two_meshes(losses, fineness, delta_error / 2, limit)
                     best[side], points = min(best[side], composed.epsilon(available)), max(points, size)
         except MeshTooLargeError as reason:
+            if math.isinf(previous) and fineness < 2:
+                fineness *= 2
+                continue
             raise CannotAnswerError(str(reason), max(best)) from None
         epsilon = max(best)
         wanted = min(eps_error, max(_RELATIVE_ERROR * epsilon, _ABSOLUTE_ERROR))

@@ -80,14 +80,14 @@ class Loss:
             lower = self.low + (self.high - self.low) * 2.0**-halvings
             below, chance = self.prv.variance(self.low, lower), self._chance(lower, self.high)
             overstated = self.count * chance * max(-self.low, 0.0)
-            if (
-                lower - self.low < _CUT * math.sqrt(below)
-                or chance > 0.1
-                or total - below < chance * ((self.high - self.low) / 512) ** 2
-                or overstated > self.margin
-            ):
+            if chance > 0.1 or overstated > self.margin:
                 break
-            cut = lower
+            # A bound amid the large losses fails here, and yet a lower one may be good.
+            if (
+                lower - self.low >= _CUT * math.sqrt(below)
+                and total - below >= chance * ((self.high - self.low) / 512) ** 2
+            ):
+                cut = lower
         return cut if cut - self.low < (self.high - self.low) / 8 else self.high
 
     def small(self, spacing: float) -> DiscretePRV:
