@@ -1,5 +1,6 @@
 """RDP: against Google's dp-accounting, 25-digit quadrature, and closed forms."""
 
+import itertools
 import math
 import warnings
 
@@ -88,7 +89,7 @@ def test_next_to_no_noise_has_a_divergence_that_is_valid_and_rises_with_the_orde
     # P is at least q N(1, s^2), so the moment is at least q^order times that of the Gaussian mechanism.
     orders = [1.1, 1.9, 2.0, 2.5, 3.0]
     rdp = compute_rdp(q=0.1, noise_multiplier=sigma, steps=1, orders=orders)
-    assert all(before <= after * (1 + 1e-12) for before, after in zip(rdp, rdp[1:], strict=False))
+    assert all(before <= after * (1 + 1e-12) for before, after in itertools.pairwise(rdp))
     full = [order / 2 / sigma / sigma + order / (order - 1) * math.log(0.1) for order in orders]
     assert all(value >= least for value, least in zip(rdp, full, strict=True))
 
