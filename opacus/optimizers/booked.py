@@ -38,8 +38,12 @@ class BookedSums:
         self.backwards = 0  # since the last step
         self.iterations = 1  # of the last step
         self._fresh: dict[int, Tensor] = {}
-        book.on_batch = self.take
-        book.pending = lambda: self.backwards > 0
+        self.listen()
+
+    def listen(self) -> None:
+        """Be the one that the book hands its sums to: another optimizer may have taken its place since."""
+        self.book.on_batch = self.take
+        self.book.pending = lambda: self.backwards > 0
 
     def take(self, book: Book) -> None:
         """The backward has ended: clip, and keep the sums."""

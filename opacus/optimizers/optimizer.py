@@ -303,6 +303,8 @@ class DPOptimizer(Optimizer):
         """Attach `book` if it is not the one attached."""
         if self._booked is None or self._booked.book is not book:
             self.attach_book(book)
+        else:
+            self._booked.listen()
 
     def book_factors(self) -> Callable[[nn.Parameter], Tensor]:
         """Mode "ghost", between the passes: what to multiply each sample's gradient of a parameter with, `[B]`."""
@@ -392,8 +394,8 @@ class DPOptimizer(Optimizer):
         stream = self.noise_stream() if self.noise_multiplier > 0 else None
         self._unrounded.clear()
         parameters = self.params
-        sums = [_summed(p) for p in parameters]
-        if any(summed is None for summed in sums):
+        sums = [summed for p in parameters if (summed := _summed(p)) is not None]
+        if len(sums) != len(parameters):
             raise ValueError("add_noise() needs clipped sums: call clip_and_accumulate() first")
         noisy: list[Tensor] = []
         for p, summed in zip(parameters, sums, strict=True):

@@ -364,7 +364,7 @@ def test_layers_on_several_devices_are_exact(make, x, layout, view):
     check(make, x, view=view, place=lambda model: spread(model, devices_for(layout)))
 
 
-@pytest.mark.parametrize("view", ["float32", "functorch"])
+@pytest.mark.parametrize("view", ["float32", "functorch", "policy"])
 def test_a_layer_whose_children_lie_elsewhere_is_exact(view):
     def place(model):
         devices = devices_for("two")
