@@ -101,6 +101,14 @@ def test_in_float32_they_are_exact_up_to_rounding(name, way):
     check_sums(make, x, way=way, dtype=torch.float32, tolerance=2e-5)
 
 
+@pytest.mark.parametrize("way", ["bk", "ghost"])
+@pytest.mark.parametrize("name", sorted({*LAYERS} - {"rnn", "lstm", "gru"}))
+def test_in_bf16_they_are_as_exact_as_its_forward_is(name, way):
+    """Eight bits of mantissa in activations and backprops; everything after them is float32."""
+    make, x = LAYERS[name]
+    check_sums(make, x, way=way, dtype=torch.bfloat16, tolerance=4e-2)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", models.MODELS)
 def test_reuse_tying_containers_and_frozen_parts(name, way):
