@@ -328,7 +328,7 @@ class Capture:
             tapped = (tapped,)
         for i, leaf in zip(differentiable, tapped, strict=True):
             outputs[i] = leaf
-        return tree_unflatten(outputs, output_structure)
+        return tree_unflatten(outputs, output_structure)  # type: ignore[arg-type]
 
     # ------------------------------------------------- one outermost backward
 

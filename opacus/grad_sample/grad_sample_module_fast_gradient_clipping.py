@@ -65,6 +65,8 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
     """
 
     NORM_SAMPLERS = NORM_SAMPLERS
+    max_grad_norm: float
+    use_ghost_clipping: bool
     MODE_OPTIONS = ("max_grad_norm", "use_ghost_clipping")
 
     def __init__(

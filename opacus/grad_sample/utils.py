@@ -104,7 +104,7 @@ def _registration(
     target_class_or_classes: type[nn.Module] | Iterable[type[nn.Module]],
 ) -> Callable[[GradSampler], GradSampler]:
     one = isinstance(target_class_or_classes, type)
-    targets = [target_class_or_classes] if one else list(target_class_or_classes)  # type: ignore[arg-type, list-item]
+    targets = [target_class_or_classes] if one else list(target_class_or_classes)  # type: ignore[arg-type]
 
     def register(sampler: GradSampler) -> GradSampler:
         for target in targets:

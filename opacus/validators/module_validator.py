@@ -75,7 +75,9 @@ class ModuleValidator:
         errors = cls.layer_errors(module)
         if not module.training:
             errors.append(
-                IllegalModuleConfigurationError("the model is in eval() mode: call train() to train it with dropout")
+                IllegalModuleConfigurationError(
+                    "the model is in eval() mode: call train() to train it with dropout"
+                )
             )
         if strict and errors:
             raise UnsupportedModuleError(errors)
