@@ -264,7 +264,7 @@ class Capture:
             for parameter in switched_off:
                 parameter.requires_grad_(False)
             if names and isinstance(layer, nn.Embedding):
-                return expand_position_ids(args, kwargs, self.rows.expected)
+                return expand_position_ids(args, kwargs, self.rows.expected, self.batch_first)
             return None
 
         def after(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

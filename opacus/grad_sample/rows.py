@@ -120,9 +120,9 @@ def bags_of(
 
 
 def expand_position_ids(
-    args: tuple[Any, ...], kwargs: dict[str, Any], rows: int | None
+    args: tuple[Any, ...], kwargs: dict[str, Any], rows: int | None, batch_first: bool = True
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Give ids of shape `[1, T]` one row per sample, so that their embedding's gradient keeps the samples apart.
+    """Give ids of shape `[1, T]` (`[T, 1]` time first) one row per sample, so that their embedding's gradient keeps the samples apart.
 
     GPT-2, BERT and OPT look position ids up once and broadcast the result over the batch: the sum over
     samples would be taken before any hook sees it. Expanding costs no copy of the ids.
@@ -130,9 +130,10 @@ def expand_position_ids(
     if rows is None:
         return None
     ids = args[0] if args else kwargs.get("input")
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[0] != 1 or ids.is_floating_point():
+    dim = 0 if batch_first else 1
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[dim] != 1 or ids.is_floating_point():
         return None
-    ids = ids.expand(rows, -1)
+    ids = ids.expand(rows, -1) if batch_first else ids.expand(-1, rows)
     return ((ids, *args[1:]), kwargs) if args else (args, {**kwargs, "input": ids})
 
 

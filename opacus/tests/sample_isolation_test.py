@@ -435,7 +435,7 @@ def test_make_private_takes_the_loss_that_a_model_computes_from_its_labels():
         ({"check_isolation": True, "isolation_loss": 3}, "function"),
         ({"isolation_loss": classify}, "check_isolation=True only"),
     ],
-    ids=str,
+    ids=["no bool", "no function", "a loss without the check"],
 )
 def test_bad_requests_are_named(options, said):
     with pytest.raises(ConfigurationError, match=said):

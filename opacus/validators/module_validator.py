@@ -146,7 +146,7 @@ def _fixed(
     replacement = module
     if fixer is not None and (validator is None or validator(module)):
         replacement = fixer(module, **_accepted(fixer, options))
-        logger.info("%s becomes %s", type(module).__name__, type(replacement).__name__)
+        logger.info("Replaced sub_module %s with %s", type(module).__name__, type(replacement).__name__)
         replacement.train(module.training)
     done[module] = done[replacement] = replacement
     for name, child in list(replacement._modules.items()):
