@@ -165,10 +165,24 @@ def _restore_run(
             False  # so that zero_grad drops a logical batch of the run left behind
         )
         optimizer.zero_grad()
-        optimizer.noise_multiplier = run["privacy"]["noise_multiplier"]
-        optimizer.max_grad_norm = run["privacy"]["max_grad_norm"]
+        _tell_of_changes(optimizer, run["privacy"])
         optimizer._nonfinite = {torch.device("cpu"): torch.tensor(run["privacy"]["nonfinite_samples"])}
         restore_noise(optimizer.noise_stream(), run["noise"], devices)
+
+
+def _tell_of_changes(optimizer: DPOptimizer, saved: Mapping[str, Any]) -> None:
+    """What `make_private` was told holds, as in Opacus; schedulers and adaptive clipping bring their own values along."""
+    for name in ("noise_multiplier", "max_grad_norm"):
+        now = (
+            getattr(optimizer, "max_grad_norms", optimizer.max_grad_norm) if name == "max_grad_norm" else None
+        )
+        now = optimizer.noise_multiplier if now is None else now
+        if now != saved[name]:
+            warnings.warn(
+                f"the checkpoint was saved with {name} {saved[name]}; training goes on with {now}, the value of this "
+                "optimizer. Pass the scheduler that changed it, or set it, to go on as before.",
+                stacklevel=5,
+            )
 
 
 # ------------------------------------------------------------------------------------------- small questions

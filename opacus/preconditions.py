@@ -114,13 +114,17 @@ def _parameter_findings(module: nn.Module) -> list[str]:
 def _optimizer_findings(module: nn.Module, optimizer: Optimizer) -> list[str]:
     names = {id(p): name for name, p in module.named_parameters()}
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    problems = [
-        f"optimizer holds a parameter of shape {tuple(p.shape)} (number {j} of group {i}) that module does not have: build "
-        "the optimizer from module.parameters() after all layers and adapters are in place."
+    strangers = [
+        f"optimizer holds a parameter of shape {tuple(p.shape)} (number {j} of group {i}) that module does not have"
         for i, group in enumerate(optimizer.param_groups)
         for j, p in enumerate(group["params"])
         if id(p) not in names
     ]
+    more = f"; and {len(strangers) - 5} more" if len(strangers) > 5 else ""
+    problems = [
+        f"Module parameters are different than optimizer Parameters: {'; '.join(strangers[:5])}{more}. Build the optimizer "
+        "from module.parameters() after all layers and adapters are in place."
+    ][: len(strangers)]
     outside = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in held]
     if outside and not problems:
         warnings.warn(

@@ -268,6 +268,7 @@ class PrivacyEngine:
             sample_rate=sample_rate_of(data_loader),
             epochs=epochs,
             accountant=self.accountant.mechanism(),
+            epsilon_tolerance=0.002,  # what is not spent is noise for nothing
         )
         return self.make_private(
             module=module,

@@ -426,14 +426,14 @@ class Capture:
         return [tensor.transpose(0, dim_of(tensor)) if tensor.dim() else tensor for tensor in tensors]
 
     def _padded(self, call: _Call, leaves: list[Any]) -> list[Any]:
-        padded_to = getattr(call.layer, "max_batch_len", None)
+        padded_to = call.padded_to
         if padded_to is None:
             return leaves
         return [pad_rows(leaf, padded_to) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def _batch_dim_of(self, call: _Call) -> Callable[[Tensor], int]:
         # an RNN cell's rows, a convolution's batch: dim 0 whatever the model's layout
-        if getattr(call.layer, "max_batch_len", None) is not None or first_dim_is_batch(call.layer):
+        if call.padded_to is not None or first_dim_is_batch(call.layer):
             return _first
         return partial(batch_dim, batch_first=self.batch_first, rows=call.rows_allowed or frozenset())
 
@@ -518,6 +518,8 @@ class _Call:
         self.differentiable = differentiable
         self.rows_allowed = rows_allowed
         self.rule = rule
+        # of this forward: another one, with another batch, may run before the backward
+        self.padded_to: int | None = getattr(layer, "max_batch_len", None)
         self.leaves: list[Any] = []
         self.spent_by: _Backward | None = None
 

@@ -358,3 +358,14 @@ def test_apply_permutation_reorders_one_dimension():
     x = torch.arange(6).view(2, 3)
     assert apply_permutation(x, 1, torch.tensor([2, 0, 1])).tolist() == [[2, 0, 1], [5, 3, 4]]
     assert apply_permutation(x, 0, None) is x
+
+
+def test_a_larger_batch_between_forward_and_backward_does_not_change_the_rows():
+    from opacus import GradSampleModule
+
+    module = GradSampleModule(DPLSTM(3, 4, batch_first=True))
+    loss = module(torch.randn(2, 5, 3))[0].sum()
+    with torch.no_grad():
+        module(torch.randn(7, 5, 3))
+    loss.backward()
+    assert all(p.grad_sample.shape[0] == 2 for p in module.parameters())
