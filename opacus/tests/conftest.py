@@ -3,6 +3,11 @@
 Imported by name: `pytest_plugins` is refused in a conftest that pytest finds only while it collects.
 """
 
+from collections.abc import Generator
+
+import pytest
+
+from opacus.testing.emulated_devices import EmulationUnsupported
 from opacus.testing.pytest_plugin import (
     four_devices,
     layout,
@@ -12,3 +17,12 @@ from opacus.testing.pytest_plugin import (
 )
 
 __all__ = ["four_devices", "layout", "pytest_configure", "pytest_runtest_setup", "two_devices"]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Skip a test that asks for more GPUs than the machine has, wherever it asks."""
+    try:
+        return (yield)
+    except EmulationUnsupported as unsupported:
+        pytest.skip(str(unsupported))
