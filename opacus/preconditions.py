@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from opacus.grad_sample import AbstractGradSampleModule, get_gsm_class, get_hooks_class
+from opacus.grad_sample.capture import refuse_if_captured
 from opacus.grad_sample.owners import rows_per_sample_problems
 from opacus.optimizers import DPOptimizer, get_optimizer_class
 from opacus.utils.fast_gradient_clipping_utils import criterion_problems
@@ -44,6 +45,8 @@ def make_private_findings(
     if isinstance(module, AbstractGradSampleModule):
         problems += _wrapped_findings(module, batch_first, loss_reduction, grad_sample_mode)
         module = module._module
+    elif isinstance(module, nn.Module):
+        problems += _refusal(refuse_if_captured, module)
     if not isinstance(module, nn.Module):
         problems.append(f"module must be a torch.nn.Module, not {type(module).__name__}.")
     else:

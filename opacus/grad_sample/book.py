@@ -33,11 +33,6 @@ __all__ = ["Block", "Book"]
 
 logger = logging.getLogger(__name__)
 
-# What the norms of low-precision products may be too small by; clipping leaves that much room. TF32 keeps 11 bits of each
-# operand, bf16 and fp16 round the scaled operand to 8 and 11.
-_ROOM = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
-_ROOM_TF32 = 2.0**-10
-
 # "norms again": the same forward once more, where a use of a parameter was dropped before the next one came
 Stage = Literal["one pass", "norms", "norms again", "sums", "unwrapped"]
 _FIRST = ("one pass", "norms", "unwrapped")  # of a forward: what was formed for comparison is compared then
@@ -128,7 +123,6 @@ class Book:
         self._norms: tuple[list[nn.Parameter], list[Tensor]] = ([], [])
         self._factor_of: Callable[[nn.Parameter], Tensor]
         self._repeated: set[int] = set()  # used by several calls, as seen in an earlier backward
-        self._low_precision = 0.0
         self._route = Route()
         self._plain: set[int] = set()
         self._verified: set[int] = set()
@@ -142,7 +136,6 @@ class Book:
 
     def begin(self) -> None:
         self._uses.clear()
-        self._low_precision = 0.0
         instantiates = not self.ghost_norms and self.stage != "sums"
         self._route = Route(budget=self.stash_budget, always_instantiate=instantiates)
         if self.stage in _FIRST and self.pending() and not self.accumulation_allowed():
@@ -160,7 +153,6 @@ class Book:
         with self._lock:
             self.unwrapped_backward |= self.stage == "unwrapped"
             self.n_samples, self.scale = captured.owners.n_samples, captured.scale
-            self._low_precision = max(self._low_precision, _room(captured.outputs[0]))
             for slot in slots:
                 parameter = slot.parameter
                 if parameter is None or slot.name not in kept:
@@ -225,7 +217,7 @@ class Book:
             else:
                 blocks.append(_single(uses))
         blocks += [_joined(group) for group in small.values()]
-        _take_roots(blocks, (1 + self._low_precision) * self.scale)
+        _take_roots(blocks, self.scale)
         return blocks
 
     def norms(self) -> tuple[list[nn.Parameter], list[Tensor]]:
@@ -234,12 +226,11 @@ class Book:
         Whatever was kept to find them is dropped. After the second pass they are still those of the first.
         """
         if self._uses:
-            room = (1 + self._low_precision) * self.scale
             parameters, norms = [], []
             for uses in self._uses.values():
                 uses.forget_kept()
                 assert uses.sq_norm_B is not None
-                uses.parameter._norm_sample = uses.sq_norm_B.sqrt() * room  # type: ignore[attr-defined]
+                uses.parameter._norm_sample = uses.sq_norm_B.sqrt() * self.scale  # type: ignore[attr-defined]
                 parameters.append(uses.parameter)
                 norms.append(uses.parameter._norm_sample)  # type: ignore[attr-defined]
             self._norms = parameters, norms
@@ -406,10 +397,3 @@ def _take_roots(blocks: list[Block], scale: float) -> None:
         norms = torch.stack([block.norm_B for block in group]).clamp_(min=0).sqrt_().mul_(scale)
         for block, norm_B in zip(group, norms.unbind(), strict=True):
             block.norm_B = norm_B
-
-
-def _room(backprops: Tensor) -> float:
-    if backprops.dtype in _ROOM:
-        return _ROOM[backprops.dtype]
-    reduced = backprops.is_cuda and torch.get_float32_matmul_precision() != "highest"
-    return _ROOM_TF32 if reduced and backprops.dtype == torch.float32 else 0.0

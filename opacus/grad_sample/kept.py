@@ -16,7 +16,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from opacus.grad_sample.products import gram_sq_norm, outer_rows, scaled_product
+from opacus.grad_sample.products import (
+    gram_sq_norm,
+    outer_rows,
+    product_rounding,
+    reduces_float32,
+    scaled_product,
+)
 
 __all__ = [
     "Kept",
@@ -222,37 +228,37 @@ def _joined(lookups: Sequence[KeptLookup]) -> KeptLookup:
 def _tied_sq_norm(lookups: Sequence[KeptLookup], a_B1SD: Tensor, g_B1SV: Tensor) -> Tensor:
     """Of a table that is looked up and multiplied with: `|lookups|^2 + |products|^2 + 2 <lookups, products>`."""
     together = _joined(lookups)
-    total_B = gram_sq_norm(a_B1SD, g_B1SV) + together.sq_norm()
+    rounding = product_rounding(a_B1SD, g_B1SV)
+    if reduces_float32(
+        a_B1SD.device
+    ):  # the three terms may cancel: none of them may round its operands on its own
+        a_B1SD, g_B1SV = a_B1SD.double(), g_B1SV.double()
+    sq_norm_B, size_B = gram_sq_norm(a_B1SD, g_B1SV)
+    total_B = sq_norm_B + together.sq_norm()
     for lookup in lookups:
         total_B = total_B.add(_cross_term(lookup, a_B1SD[:, 0], g_B1SV[:, 0]), alpha=2)
     looked = together.looked
     size_N = torch.linalg.vector_norm(looked.g_ND, dim=1)
-    size_B = size_N.new_zeros(together.n_samples).index_add_(0, looked.rows_N, size_N)
-    return _with_room(total_B, (_sizes(a_B1SD, g_B1SV)[:, 0] + size_B).square())
+    lookup_size_B = size_N.new_zeros(together.n_samples).index_add_(0, looked.rows_N, size_N)
+    dtype = looked.g_ND.dtype
+    return _with_room(total_B.to(dtype), (size_B + lookup_size_B).to(dtype), rounding)
 
 
 def _product_sq_norm(a_BKTD: Tensor, g_BKTP: Tensor) -> Tensor:
-    sq_norm_B = gram_sq_norm(a_BKTD, g_BKTP)
-    if a_BKTD.shape[2] == 1:  # one term for each entry: nothing cancels
-        return sq_norm_B
-    return _with_room(sq_norm_B, _sizes(a_BKTD, g_BKTP).square().sum(1))
+    return _with_room(*gram_sq_norm(a_BKTD, g_BKTP), product_rounding(a_BKTD, g_BKTP))
 
 
-def _sizes(a_BKTD: Tensor, g_BKTP: Tensor) -> Tensor:
-    """`sum_t |a_t| |g_t|`, `[B, K]`: the size of the terms whose sum the gradient is."""
-    dtype = torch.promote_types(torch.promote_types(a_BKTD.dtype, g_BKTP.dtype), torch.float32)
-    sizes = (torch.linalg.vector_norm(x, dim=-1, dtype=dtype) for x in (a_BKTD, g_BKTP))
-    return torch.linalg.vecdot(*sizes)
+def _with_room(sq_norm_B: Tensor, size_B: Tensor, rounding: float) -> Tensor:
+    """Squared norms from inner products of terms of size S, made larger by what rounding may have taken from them.
 
-
-def _with_room(sq_norm_B: Tensor, sq_size_B: Tensor) -> Tensor:
-    """Squared norms from inner products of terms, made larger by what rounding may have taken from them.
-
-    Where terms of size S nearly cancel, the errors, in proportion to S^2, may exceed the squared norm itself; without room
-    for them a sample could be clipped too little, by any factor. (Instantiated gradients err in proportion to S only.)
+    Inner products err in proportion to S^2 in their own precision. Where terms nearly cancel that may exceed the squared norm
+    itself: without room for it a sample could be clipped too little, by any factor. `rounding * S` is added to the norm for
+    products in reduced precision: there the clipped sum may be longer than the norm says. (Instantiated gradients need no
+    room: their norm and their sum are taken of the same numbers.)
     """
     # abs, not clamp: an overflow to minus infinity must not pass for a norm of 0
-    return torch.add(sq_norm_B.abs(), sq_size_B, alpha=4 * torch.finfo(sq_norm_B.dtype).eps)
+    own_B = torch.addcmul(sq_norm_B.abs(), size_B, size_B, value=4 * torch.finfo(sq_norm_B.dtype).eps)
+    return torch.add(own_B.sqrt(), size_B, alpha=rounding).square() if rounding else own_B
 
 
 def _cross_term(lookup: KeptLookup, a_BSD: Tensor, g_BSV: Tensor) -> Tensor:

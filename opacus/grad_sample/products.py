@@ -13,7 +13,7 @@ from torch import Tensor
 
 from opacus.grad_sample.kernels import fused, scale_rows
 
-__all__ = ["gram_sq_norm", "outer_rows", "scaled_product"]
+__all__ = ["gram_sq_norm", "outer_rows", "product_rounding", "reduces_float32", "scaled_product"]
 
 
 def _batched(left: Tensor, right: Tensor) -> Tensor:
@@ -35,19 +35,56 @@ def outer_rows(a_BKTD: Tensor, g_BKTP: Tensor) -> Tensor:
     return _batched(g_BKTP.transpose(-1, -2), a_BKTD)
 
 
-def gram_sq_norm(a_BKTD: Tensor, g_BKTP: Tensor) -> Tensor:
+def gram_sq_norm(a_BKTD: Tensor, g_BKTP: Tensor) -> tuple[Tensor, Tensor]:
     """Squared norm of `sum_t g_t a_t^T` per sample without forming it: `<a a^T, g g^T>` (Goodfellow, 2015).
 
     Returns:
-        `[B]`, at least float32. Rounding may leave a sum of products slightly below 0: clamp before taking a root.
+        `(sq_norm_B, size_B)`, `[B]`, at least float32: the squared norm, up to rounding (which may leave it slightly below
+        0), and the size of the terms that were added, `sum_t |a_t| |g_t|` (its root of squares over groups).
     """
     dtype = torch.promote_types(torch.promote_types(a_BKTD.dtype, g_BKTP.dtype), torch.float32)
     if a_BKTD.shape[2] == 1:
         a, g = a_BKTD.to(dtype), g_BKTP.to(dtype)
-        return (a.square().sum(-1) * g.square().sum(-1)).flatten(1).sum(1)
-    aa = _batched(a_BKTD, a_BKTD.transpose(-1, -2))
-    gg = _batched(g_BKTP, g_BKTP.transpose(-1, -2))
-    return torch.linalg.vecdot(aa.flatten(1).to(dtype), gg.flatten(1).to(dtype))
+        sq_norm_B = (a.square().sum(-1) * g.square().sum(-1)).flatten(1).sum(1)
+        return sq_norm_B, sq_norm_B.sqrt()
+    aa = _batched(a_BKTD, a_BKTD.transpose(-1, -2)).to(dtype)
+    gg = _batched(g_BKTP, g_BKTP.transpose(-1, -2)).to(dtype)
+    size_BK = (aa.diagonal(dim1=-2, dim2=-1) * gg.diagonal(dim1=-2, dim2=-1)).sqrt().sum(-1)
+    return torch.linalg.vecdot(aa.flatten(1), gg.flatten(1)), torch.linalg.vector_norm(size_BK, dim=1)
+
+
+def product_rounding(a: Tensor, g: Tensor) -> float:
+    """How far norm and clipped sum of a product may lie apart, relative to the size of the terms `sum_t |a_t| |g_t|`.
+
+    Products of numbers with few bits are exact in float32, so a Gram matrix of bf16 activations has the exact norm, and
+    one in TF32 has the exact norm of operands rounded to 11 bits (truncated: 2^-10 each, 2^-9 for a pair). The clipped sum
+    rounds its operands again: the scaled one of bf16 to 8 bits (2^-8), of fp16 to 11 (2^-11), both of TF32 (2^-9 more).
+    """
+    dtype = torch.promote_types(a.dtype, g.dtype)
+    if dtype == torch.float32:
+        return _float32_rounding(a.device)
+    if a.device.type != "cuda":  # cast to float32 first
+        return _float32_rounding(a.device) if dtype in (torch.bfloat16, torch.float16) else 0.0
+    return {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}.get(dtype, 0.0)
+
+
+def reduces_float32(device: torch.device) -> bool:
+    """Whether float32 matrix products on `device` may round their operands (TF32 on GPUs, bf16 on some CPUs)."""
+    if torch.get_float32_matmul_precision() != "highest":
+        return True
+    if device.type != "cuda":
+        return False
+    try:
+        return torch.backends.cuda.matmul.allow_tf32
+    except RuntimeError:  # set through torch's newer switches, of which this one cannot tell
+        return True
+
+
+def _float32_rounding(device: torch.device) -> float:
+    if not reduces_float32(device):
+        return 0.0
+    # on CPUs "medium" allows bf16 operands: 2^-8 each, twice for a pair, in Gram matrix and clipped sum
+    return 1.01 * 2.0**-8 if device.type == "cuda" else 1.01 * 2.0**-6
 
 
 def scaled_product(a_BKTD: Tensor, g_BKTP: Tensor, factor_B: Tensor) -> Tensor:

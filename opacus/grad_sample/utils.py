@@ -94,7 +94,7 @@ def register_norm_sampler(
     Returns:
         A decorator of `(layer, activations, backprops) -> {parameter: [B]}`: the L2 norm of each sample's gradient of each
         parameter that requires grad. It must be the norm of what the layer's grad sampler returns: a smaller one
-        leaves samples unclipped.
+        leaves samples unclipped. In TF32 or bf16 it must allow for the rounding of the layer's own matrix product.
     """
     return _registration(NORM_SAMPLERS, target_class_or_classes)
 

@@ -30,7 +30,7 @@ def per_sample_loss(output: Any, batch_dim: int = 0) -> Tensor:
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             rows = leaf.transpose(0, batch_dim) if leaf.dim() > 2 or batch_dim == 0 else leaf
             rows = rows.reshape(rows.shape[0], rows.shape[1:].numel())
-            weights = torch.arange(1, rows.shape[1] + 1, device=rows.device).cos().to(rows.dtype)
+            weights = torch.arange(1.0, rows.shape[1] + 1, dtype=torch.float64).cos().to(rows)
             term = (torch.tanh(rows) * weights).sum(1)
             total = term if total is None else total + term.to(total.device)
     assert total is not None

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from opacus import GradSampleModule, PrivacyEngine
 from opacus.errors import ConfigurationError
+from opacus.grad_sample import GradSampleHooks
 from opacus.testing import spread
 from opacus.validators import UnsupportedModuleError
 
@@ -327,3 +328,14 @@ def test_make_private_again_takes_over_the_wrapped_model_and_the_inner_optimizer
     assert second.original_optimizer is optimizer.original_optimizer
     with pytest.raises(ConfigurationError, match="wrapped with loss_reduction='mean'"):
         private(module, optimizer=optimizer, loss_reduction="sum")
+
+
+def test_a_model_that_is_hooked_already_is_refused_before_anything_changes():
+    net = model()
+    hooks = GradSampleHooks(net)
+    before = [set(vars(p)) for p in net.parameters()]
+    with pytest.raises(ConfigurationError, match=r"0.* is captured already"):
+        private(net)
+    assert [set(vars(p)) for p in net.parameters()] == before
+    hooks.cleanup()
+    private(net)
