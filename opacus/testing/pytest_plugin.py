@@ -18,6 +18,12 @@ Then::
     @pytest.mark.gpu(4)                          # needs 4 CUDA devices, 2 if no number is given
     def test_collectives(): ...
 
+    def test_over_processes(two_ranks):          # or four_ranks: processes with a gloo group, started once a session
+        two_ranks.run(a_function_at_module_level, 0.5)
+
+    def test_replicas_of_several_devices(two_ranks_with_devices):  # or four_: each rank has four emulated devices, and no others
+        ...
+
 On a machine without CUDA devices the devices are emulated (`opacus.testing.emulated_devices`), and the emulation
 stays installed for the rest of the process. Where CUDA devices are present they are used, and the emulation is not
 installed; a test that wants more of them than there are is skipped.
@@ -25,13 +31,26 @@ installed; a test that wants more of them than there are is skipped.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from opacus.testing.emulated_devices import EmulationUnsupported
 from opacus.testing.layouts import LAYOUTS, accelerators, devices_for
+from opacus.testing.ranks import Ranks
 
-__all__ = ["four_devices", "layout", "pytest_configure", "pytest_runtest_setup", "two_devices"]
+__all__ = [
+    "four_devices",
+    "four_ranks",
+    "four_ranks_with_devices",
+    "layout",
+    "pytest_configure",
+    "pytest_runtest_setup",
+    "two_devices",
+    "two_ranks",
+    "two_ranks_with_devices",
+]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -69,6 +88,34 @@ def layout(request: pytest.FixtureRequest) -> list[torch.device]:
         return devices_for(request.param)
     except EmulationUnsupported as unsupported:
         pytest.skip(str(unsupported))
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Ranks]:
+    """Two processes with a gloo group."""
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Ranks]:
+    """Four processes with a gloo group."""
+    with Ranks(4) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def two_ranks_with_devices() -> Iterator[Ranks]:
+    """Two processes, each with four emulated devices that gloo serves."""
+    with Ranks(2, emulated_devices=4) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def four_ranks_with_devices() -> Iterator[Ranks]:
+    """Four processes, each with four emulated devices that gloo serves."""
+    with Ranks(4, emulated_devices=4) as ranks:
+        yield ranks
 
 
 def _devices_or_skip(n: int) -> list[torch.device]:

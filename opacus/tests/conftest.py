@@ -10,13 +10,27 @@ import pytest
 from opacus.testing.emulated_devices import EmulationUnsupported
 from opacus.testing.pytest_plugin import (
     four_devices,
+    four_ranks,
+    four_ranks_with_devices,
     layout,
     pytest_configure,
     pytest_runtest_setup,
     two_devices,
+    two_ranks,
+    two_ranks_with_devices,
 )
 
-__all__ = ["four_devices", "layout", "pytest_configure", "pytest_runtest_setup", "two_devices"]
+__all__ = [
+    "four_devices",
+    "four_ranks",
+    "four_ranks_with_devices",
+    "layout",
+    "pytest_configure",
+    "pytest_runtest_setup",
+    "two_devices",
+    "two_ranks",
+    "two_ranks_with_devices",
+]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -17,8 +17,8 @@ optimizers, `torch.func`, checkpointing, saving and loading work. Numbers equal 
 
 Not emulated: speed; memory limits; streams (every op has finished when it returns, so a missing synchronisation
 cannot show); autograd's thread per device (backward runs on the calling thread); autocast (accepted, casts
-nothing); kernels and code paths chosen by ``is_cuda``; sparse tensors; torch.compile; collectives; pinned memory
-(`Tensor.pin_memory` returns its tensor). Complex tensors mostly work; their backward may crash. `out=` of a wrong
+nothing); kernels and code paths chosen by ``is_cuda``; sparse tensors; torch.compile; pinned memory
+(`Tensor.pin_memory` returns its tensor); collectives other than gloo's (`register_gloo`). Complex tensors mostly work; their backward may crash. `out=` of a wrong
 and non-empty shape fails. ``torch.accelerator.synchronize()`` raises. Hooks set on a Parameter before its module
 moves between CPU and an emulated device stay behind: move first.
 
@@ -27,9 +27,10 @@ It works by private parts of PyTorch, listed in `support.NEEDED_FROM_TORCH`; whe
 devices, for the life of the process, so it refuses a process that has CUDA devices.
 
 The pieces: `relabel` (the trick), `fallback` and `schemas` (one kernel for all ops), `kernels` (exceptions),
-`generators`, `patches`, `backend` (``torch.emu``), `copies` (counting), `support` (can it work here), `installation`.
+`generators`, `patches`, `backend` (``torch.emu``), `collectives`, `copies` (counting), `support` (can it work here), `installation`.
 """
 
+from opacus.testing.emulated_devices.collectives import register_gloo
 from opacus.testing.emulated_devices.copies import Copy, count_copies
 from opacus.testing.emulated_devices.installation import install, is_installed
 from opacus.testing.emulated_devices.support import EmulationUnsupported, is_supported, unsupported_reasons
@@ -41,5 +42,6 @@ __all__ = [
     "install",
     "is_installed",
     "is_supported",
+    "register_gloo",
     "unsupported_reasons",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,6 +58,14 @@ def _is_in_bad_fork() -> bool:
     return False
 
 
+def get_device_properties(device: _Device = None) -> types.SimpleNamespace:
+    """Name and `uuid` of `device`: that of an emulated device is the process's own, as its memory is."""
+    index = state.index(device)
+    return types.SimpleNamespace(
+        name=f"emulated {index}", uuid=f"EMU-{socket.gethostname()}-{os.getpid()}-{index}"
+    )
+
+
 def synchronize(device: _Device = None) -> None:
     """Return at once: every op has finished when it returns."""
 
@@ -98,6 +108,7 @@ _FUNCTIONS: tuple[Any, ...] = (
     is_available,
     is_initialized,
     _is_in_bad_fork,
+    get_device_properties,
     synchronize,
     empty_cache,
     manual_seed,
