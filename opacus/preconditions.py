@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from opacus import integrations
 from opacus.grad_sample import AbstractGradSampleModule, get_gsm_class, get_hooks_class
 from opacus.grad_sample.capture import refuse_if_captured
 from opacus.grad_sample.owners import rows_per_sample_problems
@@ -51,6 +52,7 @@ def make_private_findings(
         problems.append(f"module must be a torch.nn.Module, not {type(module).__name__}.")
     else:
         problems += _parameter_findings(module)
+        problems += integrations.findings(module)
         layer_errors = ModuleValidator.layer_errors(module)
         if isinstance(optimizer, Optimizer):
             problems += _optimizer_findings(module, optimizer)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -116,6 +116,9 @@ class Book:
         self.unwrapped_backward = False
         self.on_batch: Callable[[Book], None] | None = None
         self.pending: Callable[[], bool] = lambda: False
+        self.parameters: Callable[[], Iterable[nn.Parameter]] = lambda: all_parameters(
+            root
+        )  # that calls are captured of
         self.n_samples = 0
         self.scale = 1.0
         self._uses: dict[int, _Uses] = {}

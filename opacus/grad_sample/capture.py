@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from opacus import integrations
 from opacus.errors import PerSampleGradientError
 from opacus.grad_sample.captured import Captured
 from opacus.grad_sample.isolation import Probe, can_probe
@@ -36,6 +37,7 @@ from opacus.grad_sample.rows import (
     expand_position_ids,
     first_dim_is_batch,
     pad_rows,
+    takes_ids,
 )
 
 __all__ = ["Capture", "Policy", "refuse_if_captured"]
@@ -118,6 +120,7 @@ class Capture:
         self._to_probe = check_isolation
         self._probe: Probe | None = None
         self._handles: list[Any] = []
+        self._slots: list[Slot] = []  # of the hooked layers
         self._local = threading.local()
         self._open: _Backward | None = None
         self._repeated: _Backward | None = None
@@ -134,6 +137,7 @@ class Capture:
         refuse_if_captured(self.root)
         if self._handles:
             raise ValueError("hooks cannot be added twice: call detach() first")
+        self._handles += integrations.adapt(self.root)
         # functions of their own, not bound methods: a deep copy of the model must not copy this object
         copied_from = weakref.ref(self.root)
 
@@ -149,6 +153,7 @@ class Capture:
         self._handles.append(self.root.register_forward_pre_hook(enter, with_kwargs=True))
         for path, layer, slots in list(layers_with_parameters(self.root)):
             _captured_layers.add(layer)
+            self._slots += slots
             before, after = self._layer_hooks(path, layer, slots)
             self._handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
             self._handles.append(
@@ -160,6 +165,7 @@ class Capture:
         """Remove the hooks."""
         while self._handles:
             self._handles.pop().remove()
+        self._slots.clear()
         for _, layer, _ in layers_with_parameters(self.root):
             _captured_layers.discard(layer)
 
@@ -171,6 +177,12 @@ class Capture:
     def handles(self) -> list[Any]:
         """Handles of the hooks in place."""
         return self._handles
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters of the hooked layers, as they are now; those of layers and adapters added since are none of them."""
+        for slot in self._slots:
+            if slot.parameter is not None:
+                yield slot.parameter
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -263,7 +275,7 @@ class Capture:
             stack.append((tuple(names), switched_off, seen))
             for parameter in switched_off:
                 parameter.requires_grad_(False)
-            if names and isinstance(layer, nn.Embedding):
+            if names and takes_ids(args, kwargs):
                 return expand_position_ids(args, kwargs, self.rows.expected, self.batch_first)
             return None
 

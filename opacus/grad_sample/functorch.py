@@ -20,6 +20,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from opacus.errors import PerSampleGradientError
 from opacus.grad_sample.captured import Captured
+from opacus.grad_sample.declarations import draws_in_vain
 from opacus.grad_sample.functorch_interface import (
     ft_compute_per_sample_gradient,
     make_functional,
@@ -101,9 +102,12 @@ def functorch_rows(captured: Captured) -> dict[str, Tensor]:
         assert total is not None
         return total
 
+    repeatable = draws_in_vain(layer)
     in_dims: Any = (None, [None if dim is None else 0 for dim in dims], [0] * len(captured.outputs))
     try:
-        return vmap(grad(one_row), in_dims=in_dims)(parameters, tensors, list(captured.outputs))
+        with torch.random.fork_rng(devices=[], enabled=repeatable):
+            per_row = vmap(grad(one_row), in_dims=in_dims, randomness="same" if repeatable else "error")
+            return per_row(parameters, tensors, list(captured.outputs))
     except RuntimeError as error:
         if "randomness" in str(error):
             raise _random(layer) from error
@@ -115,7 +119,8 @@ def functorch_rows(captured: Captured) -> dict[str, Tensor]:
                 type(layer).__name__,
                 str(error).split("\n")[0],
             )
-    return _row_by_row(one_row, parameters, tensors, dims, captured)
+    with torch.random.fork_rng(devices=[], enabled=repeatable):
+        return _row_by_row(one_row, parameters, tensors, dims, captured)
 
 
 def _widest_dtype(parameters: Iterable[Tensor]) -> torch.dtype | None:
@@ -159,7 +164,7 @@ def _row_by_row(
             grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
         for (name, p), g in zip(parameters.items(), grads, strict=True):
             found[name].append(torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g)
-    if not torch.equal(state, _random_state(device)):
+    if not draws_in_vain(captured.layer) and not torch.equal(state, _random_state(device)):
         raise _random(captured.layer)
     return {name: torch.stack(rows) for name, rows in found.items()}
 

@@ -15,6 +15,7 @@ from opacus.grad_sample.accumulate import create_or_accumulate_grad_sample, prom
 from opacus.grad_sample.book import Book
 from opacus.grad_sample.capture import Capture, refuse_if_captured
 from opacus.grad_sample.captured import Captured
+from opacus.grad_sample.declarations import has_constant_buffers
 from opacus.grad_sample.embedding import mixing_options
 from opacus.grad_sample.functorch import FUNCTORCH, prepare_layer
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
@@ -96,6 +97,8 @@ class GradSampleHooks(AbstractGradSampleHooks):
         except ValueError:
             policy.close()
             raise
+        if isinstance(policy, Book):
+            policy.parameters = capture.parameters
         self.policy, self.capture = policy, capture
         # the recorded name, on the object that users hold: the wrapper, or the model itself
         self._holder().autograd_grad_sample_hooks = capture.handles
@@ -319,7 +322,8 @@ class GradSampleHooks(AbstractGradSampleHooks):
                 "if its buffers never change."
             )
             for path, layer, own in layers_with_parameters(module)
-            if any(True for _ in layer.named_buffers(recurse=False))
+            if not has_constant_buffers(layer)
+            and any(True for _ in layer.named_buffers(recurse=False))
             and any(slot.parameter.requires_grad for slot in own if slot.parameter is not None)
         ]
         errors += [

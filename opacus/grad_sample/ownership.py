@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from opacus import integrations
+from opacus.grad_sample.declarations import is_part_of_parent
+
 __all__ = ["Slot", "all_parameters", "layers_with_parameters", "slots"]
 
 
@@ -42,6 +45,8 @@ def slots(layer: nn.Module) -> list[Slot]:
 
 
 def _never_called(module: nn.Module) -> bool:
+    if is_part_of_parent(module):
+        return True
     return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 
@@ -63,6 +68,7 @@ def _direct_slots(layer: nn.Module, prefix: str = "") -> Iterator[Slot]:
 
 def layers_with_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, list[Slot]]]:
     """`(path, layer, slots)` of each module whose own forward uses parameters, root first."""
+    integrations.met()
     for path, layer in root.named_modules():
         if _never_called(layer) and layer is not root:
             continue

@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["RowCount", "bags_of", "batch_dim", "expand_position_ids", "first_dim_is_batch", "pad_rows"]
+__all__ = [
+    "RowCount",
+    "bags_of",
+    "batch_dim",
+    "expand_position_ids",
+    "first_dim_is_batch",
+    "pad_rows",
+    "takes_ids",
+]
 
 # torch itself fixes dimension 0 of their inputs as the batch
 _BATCH_IS_FIRST = (
@@ -119,22 +127,36 @@ def bags_of(
     return rows
 
 
+def takes_ids(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call is given integers: an embedding, or an adapter around one."""
+    return any(
+        isinstance(value, Tensor) and not value.is_floating_point() for value in (*args, *kwargs.values())
+    )
+
+
 def expand_position_ids(
     args: tuple[Any, ...], kwargs: dict[str, Any], rows: int | None, batch_first: bool = True
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Give ids of shape `[1, T]` (`[T, 1]` time first) one row per sample, so that their embedding's gradient keeps the samples apart.
 
     GPT-2, BERT and OPT look position ids up once and broadcast the result over the batch: the sum over
-    samples would be taken before any hook sees it. Expanding costs no copy of the ids.
+    samples would be taken before any hook sees it. Expanding costs no copy of the ids. It is done where ids are the only
+    tensor that the layer is given: an embedding, or an adapter around one.
     """
     if rows is None:
         return None
-    ids = args[0] if args else kwargs.get("input")
+    tensors = [(i, value) for i, value in enumerate(args) if isinstance(value, Tensor)]
+    named = [(name, value) for name, value in kwargs.items() if isinstance(value, Tensor)]
+    if len(tensors) + len(named) != 1:
+        return None
+    _, ids = (*tensors, *named)[0]
     dim = 0 if batch_first else 1
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[dim] != 1 or ids.is_floating_point():
+    if ids.dim() != 2 or ids.shape[dim] != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
         return None
     ids = ids.expand(rows, -1) if batch_first else ids.expand(-1, rows)
-    return ((ids, *args[1:]), kwargs) if args else (args, {**kwargs, "input": ids})
+    if named:
+        return args, {**kwargs, named[0][0]: ids}
+    return tuple(ids if i == tensors[0][0] else value for i, value in enumerate(args)), kwargs
 
 
 def pad_rows(tensor: Tensor, rows: int) -> Tensor:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from opacus.devices import Placement
 from opacus.errors import PerSampleGradientError, raise_if_any
 from opacus.grad_sample.book import Book
-from opacus.grad_sample.ownership import all_parameters
 from opacus.optimizers.utils import describe
 
 if TYPE_CHECKING:
@@ -122,7 +121,7 @@ class BookedSums:
                 "per-sample gradients are not there: no backward pass was captured since the last step. Call "
                 "loss.backward() on the output of the private module before step(), and check that its hooks are enabled."
             )
-        inside = {id(p) for p in all_parameters(book.root)}
+        inside = {id(p) for p in book.parameters()}
         raise_if_any(
             "step() cannot go on",
             [
