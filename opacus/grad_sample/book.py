@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from opacus.errors import PerSampleGradientError, raise_if_any
+from opacus.grad_sample.blocks import Block, is_small, joined, take_norms
 from opacus.grad_sample.captured import Captured
 from opacus.grad_sample.kept import Kept, KeptElsewhere, KeptRows, KeptWithNorm, joint_sq_norm
 from opacus.grad_sample.ownership import Slot, all_parameters
@@ -29,28 +30,13 @@ from opacus.grad_sample.routes import Route
 from opacus.grad_sample.selection import norms_by_user, rule_for
 from opacus.grad_sample.verification import disagreement, expected_rounding, noting, unverifiable
 
-__all__ = ["Block", "Book"]
+__all__ = ["Book"]
 
 logger = logging.getLogger(__name__)
 
 # "norms again": the same forward once more, where a use of a parameter was dropped before the next one came
 Stage = Literal["one pass", "norms", "norms again", "sums", "unwrapped"]
 _FIRST = ("one pass", "norms", "unwrapped")  # of a forward: what was formed for comparison is compared then
-
-
-@dataclass
-class Block:
-    """Parameters that are normed and clipped together: one, or many small ones of one device.
-
-    Attributes:
-        parameters: at least one; all on one device.
-        norm_B: `[B]`, L2 norm of each sample's gradient with respect to the block.
-        clipped: `factor_B -> one clipped sum for each parameter`.
-    """
-
-    parameters: list[nn.Parameter]
-    norm_B: Tensor
-    clipped: Callable[[Tensor], list[Tensor]]
 
 
 @dataclass
@@ -177,7 +163,7 @@ class Book:
             uses.clipped = clipped if uses.clipped is None else uses.clipped.add_(clipped)
         elif self.stage in ("one pass", "unwrapped") or key in self._repeated or uses.sq_norm_B is not None:
             uses.kept.append(use)
-            if len(uses.kept) == 1 and key not in self._repeated and not isinstance(use, KeptRows):
+            if len(uses.kept) == 1 and key not in self._repeated and not use.waits:
                 uses.sq_norm_B = use.sq_norm()
         else:
             uses.sq_norm_B = use.sq_norm()
@@ -211,16 +197,20 @@ class Book:
             join: all small gradients of a device are one block.
         """
         blocks: list[Block] = []
-        small: dict[torch.device, list[_Uses]] = {}
+        small: dict[torch.device, tuple[list[nn.Parameter], list[Kept]]] = {}
         for key, uses in self._uses.items():
             if not uses.kept or key not in wanted:
                 continue
-            if join and len(uses.kept) == 1 and _is_small(uses.kept[0]):
-                small.setdefault(uses.parameter.device, []).append(uses)
+            alone = len(uses.kept) == 1
+            if join and alone and is_small(uses.kept[0]):
+                parameters, kept = small.setdefault(uses.parameter.device, ([], []))
+                parameters.append(uses.parameter)
+                kept.append(uses.kept[0])
             else:
-                blocks.append(_single(uses))
-        blocks += [_joined(group) for group in small.values()]
-        _take_roots(blocks, self.scale)
+                blocks.append(Block([uses.parameter], uses.kept, uses.sq_norm_B if alone else None))
+        self._uses.clear()  # the blocks hold what was kept, until it is summed
+        blocks += [joined(parameters, kept) for parameters, kept in small.values()]
+        take_norms(blocks, self.scale)
         return blocks
 
     def norms(self) -> tuple[list[nn.Parameter], list[Tensor]]:
@@ -356,47 +346,3 @@ def _check_shape(where: str, use: Kept, parameter: nn.Parameter, n_samples: int)
                 "sampler returns [B, *parameter.shape]."
             ],
         )
-
-
-def _is_small(use: Kept) -> bool:
-    """Whether copying it next to others costs less than a launch of its own: biases, norms, LoRA matrices."""
-    return isinstance(use, KeptRows) and use.grad_B[:1].numel() <= 2**17
-
-
-def _single(uses: _Uses) -> Block:
-    sq_norm_B = uses.sq_norm_B if len(uses.kept) == 1 else joint_sq_norm(uses.kept)
-    if sq_norm_B is None:
-        sq_norm_B = uses.kept[0].sq_norm()
-
-    def clipped(factor_B: Tensor) -> list[Tensor]:
-        total = uses.kept.pop().clipped(factor_B)
-        while uses.kept:  # what is summed is given back at once
-            total.add_(uses.kept.pop().clipped(factor_B))
-        return [total]
-
-    return Block([uses.parameter], sq_norm_B, clipped)
-
-
-def _joined(group: list[_Uses]) -> Block:
-    """Small gradients of one device side by side: one norm and one product for all of them."""
-    parameters = [uses.parameter for uses in group]
-    rows = [uses.kept.pop().matrix() for uses in group]  # type: ignore[attr-defined]
-    together = KeptRows(torch.cat(rows, dim=1) if len(rows) > 1 else rows[0])
-    shapes = [p.shape for p in parameters]
-
-    def clipped(factor_B: Tensor) -> list[Tensor]:
-        parts = together.clipped(factor_B).split([shape.numel() for shape in shapes])
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-    return Block(parameters, together.sq_norm(), clipped)
-
-
-def _take_roots(blocks: list[Block], scale: float) -> None:
-    """Turn squared norms into `scale` times norms, all blocks of a device in a few launches."""
-    by_device: dict[tuple[torch.device, torch.dtype], list[Block]] = {}
-    for block in blocks:
-        by_device.setdefault((block.norm_B.device, block.norm_B.dtype), []).append(block)
-    for group in by_device.values():
-        norms = torch.stack([block.norm_B for block in group]).clamp_(min=0).sqrt_().mul_(scale)
-        for block, norm_B in zip(group, norms.unbind(), strict=True):
-            block.norm_B = norm_B

@@ -32,7 +32,7 @@ def sizes(captured: Captured) -> tuple[int, int, int, int]:
     return positions, p_out, d_in, groups
 
 
-HF_CONV1D = matrix_product(pairs, sizes)
+HF_CONV1D = matrix_product(pairs, sizes, pairs_are_views=True)
 
 
 def meet(layer: nn.Module) -> None:

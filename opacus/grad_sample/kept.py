@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from opacus.grad_sample.kernels import gram_norms, position_sums
 from opacus.grad_sample.products import (
     gram_sq_norm,
     outer_rows,
@@ -28,17 +29,27 @@ __all__ = [
     "Kept",
     "KeptElsewhere",
     "KeptLookup",
+    "KeptPositions",
     "KeptProduct",
     "KeptRows",
     "KeptWithNorm",
     "LookedUp",
     "joint_sq_norm",
+    "rows_of",
     "segment_sq_norm",
+    "sq_norms",
 ]
 
 
 class Kept(Protocol):
-    """One call's share of one parameter's per-sample gradients."""
+    """One call's share of one parameter's per-sample gradients.
+
+    Attributes:
+        waits: whether its norm is best taken when the backward has ended, with others like it.
+    """
+
+    @property
+    def waits(self) -> bool: ...
 
     def sq_norm(self) -> Tensor:
         """Squared norm of each sample's gradient, `[B]`, at least float32."""
@@ -55,6 +66,13 @@ class KeptRows:
     """Per-sample gradients small enough to keep: `[B, *shape]`."""
 
     grad_B: Tensor
+
+    waits = True
+
+    @property
+    def width(self) -> int:
+        """Elements of the parameter."""
+        return self.grad_B[:1].numel()
 
     def matrix(self) -> Tensor:
         """`[B, elements]`, at least float32."""
@@ -76,16 +94,65 @@ class KeptRows:
 
 
 @dataclass
+class KeptPositions:
+    """Backprops of a bias, kept anyway for the weight beside it: `sum_t g_t` is formed when the backward has ended."""
+
+    g_BTP: Tensor
+
+    waits = True
+
+    @property
+    def width(self) -> int:
+        """Elements of the parameter."""
+        return self.g_BTP.shape[-1]
+
+    def rows(self) -> KeptRows:
+        """The sums, `[B, P]`."""
+        return KeptRows(self.g_BTP.sum(1, dtype=torch.float32))
+
+    def sq_norm(self) -> Tensor:
+        return self.rows().sq_norm()
+
+    def instantiated(self) -> Tensor:
+        return self.rows().instantiated()
+
+    def clipped(self, factor_B: Tensor) -> Tensor:
+        return self.rows().clipped(factor_B)
+
+
+def rows_of(uses: Sequence[KeptRows | KeptPositions]) -> list[KeptRows]:
+    """`uses` as per-sample gradients, those of positions summed in one launch for each shape."""
+    found: list[KeptRows | None] = [use if isinstance(use, KeptRows) else None for use in uses]
+    alike: dict[object, list[tuple[int, Tensor]]] = {}
+    for i, use in enumerate(uses):
+        if isinstance(use, KeptPositions):
+            g_BTP = use.g_BTP
+            alike.setdefault((g_BTP.shape, g_BTP.dtype), []).append((i, g_BTP))
+    for group in alike.values():
+        for (i, _), sum_BP in zip(group, position_sums([g_BTP for _, g_BTP in group]).unbind(), strict=True):
+            found[i] = KeptRows(sum_BP)
+    return [rows for rows in found if rows is not None]
+
+
+@dataclass
 class KeptProduct:
     """Activations and backprops of `sum_t g_t a_t^T`.
 
     Args:
         pairs: returns `(a_BKTD, g_BKTP)`; called again rather than kept where forming them takes memory (convolutions).
         shape: of the parameter; `[K, P, D]` reshapes to it.
+        like: what pairs have in common that one launch of the fused kernels can serve; None: they do not take this one.
+        pair_bytes: what both take, where `like` is there.
     """
 
     pairs: Callable[[], tuple[Tensor, Tensor]]
     shape: torch.Size
+    like: tuple[object, ...] | None = None
+    pair_bytes: int = 0
+
+    @property
+    def waits(self) -> bool:
+        return self.like is not None
 
     def sq_norm(self) -> Tensor:
         return _product_sq_norm(*self.pairs())
@@ -105,6 +172,8 @@ class KeptWithNorm:
     use: Kept
     norm_B: Tensor
 
+    waits = False
+
     def sq_norm(self) -> Tensor:
         return self.norm_B.square()
 
@@ -122,6 +191,8 @@ class KeptElsewhere:
     use: Kept
     device: torch.device
     home: torch.device
+
+    waits = False
 
     def sq_norm(self) -> Tensor:
         return self.use.sq_norm().to(self.home)
@@ -160,6 +231,8 @@ class KeptLookup:
     n_samples: int
     shape: torch.Size
 
+    waits = False
+
     def sq_norm(self) -> Tensor:
         return segment_sq_norm(self.looked, self.n_samples, self.shape[0])
 
@@ -186,6 +259,26 @@ def segment_sq_norm(looked: LookedUp, n_samples: int, n_entries: int) -> Tensor:
     sample_of_segment = torch.zeros_like(key_N).scatter_(0, segment_N, key_N // n_entries)
     norms = looked.g_ND.new_zeros(n_samples)
     return norms.index_add_(0, sample_of_segment, sums.square().sum(1))
+
+
+def sq_norms(uses: Sequence[Sequence[Kept]]) -> list[Tensor]:
+    """`joint_sq_norm` of each of several parameters' uses; products of one shape, used once, in one launch."""
+    found: list[Tensor | None] = [None] * len(uses)
+    alike: dict[object, list[tuple[int, KeptProduct]]] = {}
+    for i, one in enumerate(uses):
+        first = one[0]
+        if len(one) == 1 and isinstance(first, KeptProduct) and first.like is not None:
+            alike.setdefault(first.like, []).append((i, first))
+        else:
+            found[i] = joint_sq_norm(one)
+    for group in alike.values():
+        pairs = [product.pairs() for _, product in group]
+        a_BTD, g_BTP = [a[:, 0] for a, _ in pairs], [g[:, 0] for _, g in pairs]
+        rounding = product_rounding(a_BTD[0], g_BTP[0])
+        norms_LB = _with_room(*gram_norms(a_BTD, g_BTP), rounding)
+        for (i, _), sq_norm_B in zip(group, norms_LB.unbind(), strict=True):
+            found[i] = sq_norm_B
+    return [sq_norm_B for sq_norm_B in found if sq_norm_B is not None]
 
 
 def joint_sq_norm(uses: Sequence[Kept]) -> Tensor:

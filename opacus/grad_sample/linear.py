@@ -30,7 +30,7 @@ def sizes(captured: Captured) -> tuple[int, int, int, int]:
     return g[..., 0].numel() // max(1, g.shape[0]), a.shape[-1], g.shape[-1], 1
 
 
-LINEAR = matrix_product(pairs, sizes)
+LINEAR = matrix_product(pairs, sizes, pairs_are_views=True)
 register(nn.Linear, rule=LINEAR)
 
 

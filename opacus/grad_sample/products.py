@@ -8,12 +8,22 @@ cast first, which gives the same numbers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from opacus.grad_sample.kernels import fused, scale_rows
+from opacus.grad_sample.kernels import fused, gram_norms, scale_pairs
 
-__all__ = ["gram_sq_norm", "outer_rows", "product_rounding", "reduces_float32", "scaled_product"]
+__all__ = [
+    "gram_sq_norm",
+    "grams_fused",
+    "outer_rows",
+    "product_rounding",
+    "reduces_float32",
+    "scaled_product",
+    "scaled_products",
+]
 
 
 def _batched(left: Tensor, right: Tensor) -> Tensor:
@@ -47,10 +57,24 @@ def gram_sq_norm(a_BKTD: Tensor, g_BKTP: Tensor) -> tuple[Tensor, Tensor]:
         a, g = a_BKTD.to(dtype), g_BKTP.to(dtype)
         sq_norm_B = (a.square().sum(-1) * g.square().sum(-1)).flatten(1).sum(1)
         return sq_norm_B, sq_norm_B.sqrt()
+    if grams_fused(a_BKTD, g_BKTP):
+        sq_norm_LB, size_LB = gram_norms([a_BKTD[:, 0]], [g_BKTP[:, 0]])
+        return sq_norm_LB[0], size_LB[0]
     aa = _batched(a_BKTD, a_BKTD.transpose(-1, -2)).to(dtype)
     gg = _batched(g_BKTP, g_BKTP.transpose(-1, -2)).to(dtype)
     size_BK = (aa.diagonal(dim1=-2, dim2=-1) * gg.diagonal(dim1=-2, dim2=-1)).sqrt().sum(-1)
     return torch.linalg.vecdot(aa.flatten(1), gg.flatten(1)), torch.linalg.vector_norm(size_BK, dim=1)
+
+
+def grams_fused(a_BKTD: Tensor, g_BKTP: Tensor) -> bool:
+    """Whether the fused kernel takes this pair: one group, several positions, a dtype that tensor cores multiply here."""
+    return (
+        a_BKTD.shape[1] == 1
+        and a_BKTD.shape[2] > 1
+        and a_BKTD.dtype == g_BKTP.dtype
+        and fused(a_BKTD, g_BKTP)
+        and (a_BKTD.dtype != torch.float32 or reduces_float32(a_BKTD.device))
+    )
 
 
 def product_rounding(a: Tensor, g: Tensor) -> float:
@@ -98,10 +122,13 @@ def scaled_product(a_BKTD: Tensor, g_BKTP: Tensor, factor_B: Tensor) -> Tensor:
     if dtype in (torch.bfloat16, torch.float16) and a_BKTD.device.type != "cuda":
         dtype = torch.float32
     a, g = a_BKTD.to(dtype), g_BKTP.to(dtype)
-    taken_B = (factor_B != 0).to(factor_B.dtype)
     smaller_is_a = a.shape[-1] < g.shape[-1]
-    a = _scaled(a, factor_B if smaller_is_a else taken_B)
-    g = _scaled(g, taken_B if smaller_is_a else factor_B)
+    if a.dtype == g.dtype and fused(a, g):
+        a, g = (x[0] for x in _fused_scaling([a], [g], factor_B))
+    else:
+        taken_B = (factor_B != 0).to(factor_B.dtype)
+        a = _scaled(a, factor_B if smaller_is_a else taken_B)
+        g = _scaled(g, taken_B if smaller_is_a else factor_B)
     # [B, K, T, *] -> [K, B T, *]: positions of all samples add up in one product per group
     if k == 1:
         a, g = a.reshape(1, -1, a.shape[-1]), g.reshape(1, -1, g.shape[-1])
@@ -110,10 +137,22 @@ def scaled_product(a_BKTD: Tensor, g_BKTP: Tensor, factor_B: Tensor) -> Tensor:
     return _batched(g.transpose(-1, -2), a)
 
 
+def scaled_products(pairs: Sequence[tuple[Tensor, Tensor]], factor_B: Tensor) -> Tensor:
+    """`scaled_product` of L pairs `(a_B1TD, g_B1TP)` of one shape, which the fused kernels take: `[L, P, D]`."""
+    a_LB1TD, g_LB1TP = _fused_scaling([a for a, _ in pairs], [g for _, g in pairs], factor_B)
+    return _batched(g_LB1TP.flatten(1, 3).transpose(-1, -2), a_LB1TD.flatten(1, 3))
+
+
+def _fused_scaling(a: list[Tensor], g: list[Tensor], factor_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Both sides of L products, stacked: the smaller one scaled."""
+    if a[0].shape[-1] < g[0].shape[-1]:
+        return scale_pairs(a, g, factor_B)
+    g_L, a_L = scale_pairs(g, a, factor_B)
+    return a_L, g_L
+
+
 def _scaled(x_BKTN: Tensor, factor_B: Tensor) -> Tensor:
     """`factor * x`, zero where the factor is (zero times infinity is no zero); one rounding to `x`'s dtype."""
-    if fused(x_BKTN):
-        return scale_rows(x_BKTN, factor_B)
     scale = factor_B.view(-1, 1, 1, 1)
     out = torch.empty_like(x_BKTN)
     torch.mul(x_BKTN, scale.to(torch.promote_types(x_BKTN.dtype, torch.float32)), out=out)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from opacus.grad_sample.captured import Captured
-from opacus.grad_sample.kept import Kept, KeptLookup, KeptProduct, KeptRows, LookedUp
+from opacus.grad_sample.kept import Kept, KeptLookup, KeptPositions, KeptProduct, KeptRows, LookedUp
 from opacus.grad_sample.owners import Owners
-from opacus.grad_sample.products import outer_rows
+from opacus.grad_sample.products import grams_fused, outer_rows
 from opacus.grad_sample.routes import Route
 
 __all__ = ["Rule", "builtin_rule", "compute_dtype", "instantiated", "lookup", "matrix_product", "register"]
@@ -69,6 +69,7 @@ def matrix_product(
     pairs: Callable[[Captured], tuple[Tensor, Tensor]],
     sizes: Callable[[Captured], tuple[int, int, int, int]],
     rows: Callable[[Captured], Tensor] | None = None,
+    pairs_are_views: bool = False,
 ) -> Rule:
     """Rule of layers that multiply inputs by one matrix per group: weight gradient `sum_t g_t a_t^T`.
 
@@ -78,6 +79,7 @@ def matrix_product(
         pairs: `captured -> (a_RKTD, g_RKTP)`; `[K, P, D]` reshapes to the weight's shape.
         sizes: `captured -> (T, D, P, K)`, without forming the pairs.
         rows: `captured -> [R, *weight.shape]`, where a layer kind has a faster way to each row's gradient.
+        pairs_are_views: forming the pairs takes neither time nor memory.
     """
 
     def weight_rows(captured: Captured) -> Tensor:
@@ -100,15 +102,26 @@ def matrix_product(
                 pair_bytes=captured.backprops.element_size(),
             ):
                 found["weight"] = KeptRows(owners.add_up(weight_rows(captured)))
+            elif pairs_are_views and owners.rows_each == 1 and grams_fused(*(pair := pairs(captured))):
+                found["weight"] = _waiting(pair, captured.layer.weight.shape)
+                if captured.trains("bias"):
+                    found["bias"] = KeptPositions(captured.backprops.view(owners.n_rows, positions, -1))
             else:
                 found["weight"] = KeptProduct(
                     lambda: _of_samples(pairs(captured), owners), captured.layer.weight.shape
                 )
-        if captured.trains("bias"):
+        if captured.trains("bias") and "bias" not in found:
             found["bias"] = KeptRows(captured.owners.add_up(_bias_rows(captured)))
         return found
 
     return Rule(keep)
+
+
+def _waiting(pair: tuple[Tensor, Tensor], shape: torch.Size) -> KeptProduct:
+    """A product that is normed and summed together with others of its shape."""
+    a, g = pair
+    like = (a.shape, g.shape, a.dtype, a.device)
+    return KeptProduct(lambda: pair, shape, like, (a.numel() + g.numel()) * a.element_size())
 
 
 def _of_samples(pair: tuple[Tensor, Tensor], owners: Owners) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from opacus.devices import Placement
 from opacus.errors import PerSampleGradientError, raise_if_any
+from opacus.grad_sample.blocks import clipped_sums
 from opacus.grad_sample.book import Book
 from opacus.optimizers.utils import describe
 
@@ -55,10 +56,9 @@ class BookedSums:
         wanted = {id(p) for p in optimizer.params}
         blocks = book.blocks(join=optimizer.JOINS_PARAMETERS, wanted=wanted)
         first = [block.parameters[0] for block in blocks]
-        factors = self.factors(first, [block.norm_B for block in blocks])
-        for block, factor_B in zip(blocks, factors, strict=True):
-            for parameter, total in zip(block.parameters, block.clipped(factor_B), strict=True):
-                self._add(parameter, total)
+        factors = self.factors(first, [block.norm_B for block in blocks])  # type: ignore[misc]
+        for parameter, total in clipped_sums(blocks, factors):
+            self._add(parameter, total)
         self.backwards += 1
 
     def factors(self, parameters: list[nn.Parameter], norms: list[Tensor]) -> list[Tensor]:

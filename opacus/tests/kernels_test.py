@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from opacus.grad_sample.kernels import fused, norm_rows, scale_rows
+from opacus.grad_sample.kernels import fused, gram_norms, norm_rows, position_sums, scale_pairs
 
 pytestmark = pytest.mark.gpu(1)
 
@@ -30,19 +30,59 @@ def test_norm_rows_equal_float64(dtype, shape, centred):
     assert (bias - g.double().sum(1)).abs().max().item() < 1e-5 * size
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(3, 1, 7, 100), (2, 2, 65, 64), (16, 5000)])
-def test_scaled_rows_round_once_and_leave_out_what_has_factor_zero(dtype, shape):
-    x = torch.randn(shape, device="cuda").to(dtype)
-    x[1] = math.inf
-    x[1].view(-1)[0] = math.nan
-    factor = torch.rand(shape[0], device="cuda")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shapes", [((3, 7, 100), (3, 7, 20)), ((2, 65, 64), (2, 65, 7)), ((4, 512, 256), (4, 512, 96))]
+)
+def test_scaled_pairs_round_once_and_leave_out_what_has_factor_zero(dtype, shapes):
+    pairs = [[torch.randn(shape, device="cuda").to(dtype) for _ in range(3)] for shape in shapes]
+    for side in pairs:
+        side[1][1] = math.inf
+        side[1][1].view(-1)[0] = math.nan
+    factor = torch.rand(shapes[0][0], device="cuda")
     factor[1] = 0
-    scaled = scale_rows(x, factor)
-    assert scaled.dtype == dtype
-    assert torch.equal(scaled[1], torch.zeros_like(scaled[1]))
-    expected = (x[0].float() * factor[0]).to(dtype)
-    assert torch.equal(scaled[0], expected)
+    scaled, whole = scale_pairs(*pairs, factor)
+    taken = (factor != 0).view(-1, 1, 1)
+    for i in range(3):
+        expected = (pairs[0][i].float() * factor.view(-1, 1, 1)).to(dtype)
+        assert torch.equal(scaled[i], torch.where(taken, expected, 0))
+        assert torch.equal(whole[i], torch.where(taken, pairs[1][i], 0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 7, 100), (2, 65, 64), (1, 1, 5), (4, 512, 96)])
+def test_position_sums_equal_float64(dtype, shape):
+    many = [torch.randn(shape, device="cuda").to(dtype) for _ in range(4)]
+    for found, g in zip(position_sums(many), many, strict=True):
+        assert (found - g.double().sum(1)).abs().max().item() < 1e-5 * math.sqrt(shape[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("positions", "d_in", "p_out"),
+    [(2, 3, 5), (7, 100, 20), (128, 64, 64), (129, 48, 80), (300, 257, 64), (512, 256, 96)],
+)
+def test_gram_norms_equal_float64_within_the_room_that_is_added(dtype, positions, d_in, p_out):
+    a = [torch.randn(3, positions, d_in, device="cuda").to(dtype) for _ in range(4)]
+    g = [torch.randn(3, positions, p_out, device="cuda").to(dtype) for _ in range(4)]
+    sq_norm_LB, size_LB = gram_norms(a, g)
+    rounding = 2.0**-8 if dtype == torch.float32 else 1e-6
+    for found, size, x, y in zip(sq_norm_LB, size_LB, a, g, strict=True):
+        expected = torch.einsum("btp,btd->bpd", y.double(), x.double()).flatten(1).square().sum(1)
+        terms = (x.double().norm(dim=2) * y.double().norm(dim=2)).sum(1)
+        assert ((size - terms).abs() / terms).max().item() < max(rounding, 1e-5)
+        assert ((found - expected).abs() / terms.square()).max().item() < rounding
+
+
+def test_gram_norms_of_a_sample_that_is_not_finite_are_not_finite():
+    a, g = torch.randn(3, 70, 64, device="cuda"), torch.randn(3, 70, 32, device="cuda")
+    a[1, 65, 3] = math.inf
+    g[2, 0, 0] = math.nan
+    sq_norm, _ = gram_norms([a], [g])
+    assert sq_norm[0].isfinite().tolist() == [True, False, False]
 
 
 def test_what_the_kernels_do_not_take_falls_back():

@@ -1,0 +1,112 @@
+"""Blocks: the parameters that are normed and clipped together when a backward has ended.
+
+What calls kept is normed here, layers of one shape in one launch, and summed with the clip factors, again several layers at
+a time as long as the copies that takes stay small.
+
+Shapes: B samples of a physical batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from opacus.grad_sample.kept import Kept, KeptPositions, KeptProduct, KeptRows, rows_of, sq_norms
+from opacus.grad_sample.products import scaled_products
+
+__all__ = ["Block", "clipped_sums", "is_small", "joined", "take_norms"]
+
+# scaled copies of this share of what is kept, at most, exist at a time
+_SHARE = 16
+
+
+@dataclass
+class Block:
+    """Parameters that are normed and clipped together: one, or many small ones of one device.
+
+    Attributes:
+        parameters: at least one; all on one device.
+        kept: whose sum is the gradient. For several parameters: one entry, their gradients side by side.
+        norm_B: `[B]`, L2 norm of each sample's gradient with respect to the block; its square until `take_norms` is done.
+    """
+
+    parameters: list[nn.Parameter]
+    kept: list[Kept]
+    norm_B: Tensor | None = None
+
+    def clipped(self, factor_B: Tensor) -> list[Tensor]:
+        """One clipped sum for each parameter; what was kept is given back."""
+        total = self.kept.pop().clipped(factor_B)
+        while self.kept:  # what is summed is given back at once
+            total.add_(self.kept.pop().clipped(factor_B))
+        if len(self.parameters) == 1:
+            return [total.view(self.parameters[0].shape)]
+        parts = total.split([parameter.numel() for parameter in self.parameters])
+        return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+
+
+def is_small(use: Kept) -> bool:
+    """Whether copying it next to others costs less than a launch of its own: biases, norms, LoRA matrices."""
+    return isinstance(use, (KeptRows, KeptPositions)) and use.width <= 2**17
+
+
+def joined(parameters: list[nn.Parameter], uses: list[Kept]) -> Block:
+    """Small gradients of one device side by side: one norm and one product for all of them."""
+    rows = [use.matrix() for use in rows_of(uses)]  # type: ignore[arg-type]  # is_small told so
+    together = KeptRows(torch.cat(rows, dim=1) if len(rows) > 1 else rows[0])
+    return Block(parameters, [together], together.sq_norm())
+
+
+def take_norms(blocks: Sequence[Block], scale: float) -> None:
+    """Fill in norms that no one took before, and turn squared norms into `scale` times norms, in few launches."""
+    late = [block for block in blocks if block.norm_B is None]
+    for block, sq_norm_B in zip(late, sq_norms([block.kept for block in late]), strict=True):
+        block.norm_B = sq_norm_B
+    by_device: dict[tuple[torch.device, torch.dtype], list[Block]] = {}
+    for block in blocks:
+        assert block.norm_B is not None
+        by_device.setdefault((block.norm_B.device, block.norm_B.dtype), []).append(block)
+    for group in by_device.values():
+        norms = torch.stack([block.norm_B for block in group]).clamp_(min=0).sqrt_().mul_(scale)  # type: ignore[misc]
+        for block, norm_B in zip(group, norms.unbind(), strict=True):
+            block.norm_B = norm_B
+
+
+def clipped_sums(blocks: Sequence[Block], factors: Sequence[Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """The clipped sum of each parameter of `blocks`; what they kept is given back on the way.
+
+    Args:
+        factors: `[B]` for each block, on its device.
+    """
+    products = [_product(block) for block in blocks]
+    budget = sum(product.pair_bytes for product in products if product is not None) // _SHARE
+    alike: dict[object, tuple[Tensor, list[tuple[Block, KeptProduct]]]] = {}
+    for block, product, factor_B in zip(blocks, products, factors, strict=True):
+        if product is None:
+            yield from zip(block.parameters, block.clipped(factor_B), strict=True)
+            continue
+        key = (product.like, id(factor_B))
+        _, waiting = alike.setdefault(key, (factor_B, []))
+        waiting.append((block, product))
+        if (len(waiting) + 1) * product.pair_bytes > budget:
+            yield from _together(*alike.pop(key))
+    for factor_B, waiting in alike.values():
+        yield from _together(factor_B, waiting)
+
+
+def _product(block: Block) -> KeptProduct | None:
+    """What the block kept, if it can be summed in one launch with others like it."""
+    use = block.kept[0] if len(block.kept) == 1 else None
+    return use if isinstance(use, KeptProduct) and use.like is not None else None
+
+
+def _together(
+    factor_B: Tensor, waiting: list[tuple[Block, KeptProduct]]
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    totals = scaled_products([product.pairs() for _, product in waiting], factor_B)
+    for (block, product), total in zip(waiting, totals, strict=True):
+        block.kept.clear()
+        yield block.parameters[0], total.reshape(product.shape)

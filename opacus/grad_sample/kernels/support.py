@@ -1,0 +1,39 @@
+"""What the kernels take, and how one launch is told the tensors of several layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of torch come without it
+    triton = tl = None
+
+__all__ = ["addresses", "fused", "language_type", "tl", "triton"]
+
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def fused(*tensors: Tensor) -> bool:
+    """Whether the kernels take `tensors`: floating-point and contiguous, on a CUDA device, with Triton there."""
+    if triton is None:
+        return False
+    return all(t.is_cuda and t.dtype in _TYPES and t.is_contiguous() and t.numel() > 0 for t in tensors)
+
+
+def addresses(*lists: Sequence[Tensor]) -> Tensor:
+    """Where the tensors lie, `[number of lists, length]`, int64, on their device.
+
+    They must outlive the launch that reads it. The copy comes from pinned memory: nothing waits for the device.
+    """
+    where = torch.tensor([[t.data_ptr() for t in one] for one in lists], dtype=torch.int64, pin_memory=True)
+    return where.to(lists[0][0].device, non_blocking=True)
+
+
+def language_type(dtype: torch.dtype) -> object:
+    """Triton's name of `dtype`."""
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
