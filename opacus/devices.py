@@ -15,7 +15,18 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["FactorCopies", "NoiseStream", "Placement", "total_norms"]
+__all__ = ["FactorCopies", "NoiseStream", "Placement", "computing_device", "total_norms"]
+
+
+def computing_device(parameter: Tensor) -> torch.device:
+    """Where layers use `parameter`, and its gradients arise.
+
+    Where it lies, but for a parameter that is sharded over processes: its part may wait on the CPU (offload).
+    """
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None or mesh.device_type == parameter.device.type:
+        return parameter.device
+    return _indexed(torch.device(mesh.device_type))
 
 
 class Placement:
@@ -40,7 +51,8 @@ class Placement:
                     f"a trainable parameter of shape {tuple(parameter.shape)} is on the meta device: load it to a "
                     "device, or freeze it, before training privately"
                 )
-            elements[parameter.device] = elements.get(parameter.device, 0) + parameter.numel()
+            device = computing_device(parameter)
+            elements[device] = elements.get(device, 0) + parameter.numel()
         self.devices: tuple[torch.device, ...] = tuple(elements)
         if reduction_device is not None:
             self.reduction_device = torch.device(reduction_device)

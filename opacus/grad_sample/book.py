@@ -16,11 +16,13 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from opacus.devices import computing_device
+from opacus.distributed.sharding import Homes, is_fsdp
 from opacus.errors import PerSampleGradientError, raise_if_any
 from opacus.grad_sample.blocks import Block, is_small, joined, take_norms
 from opacus.grad_sample.captured import Captured
@@ -36,6 +38,10 @@ logger = logging.getLogger(__name__)
 
 # "norms again": the same forward once more, where a use of a parameter was dropped before the next one came
 Stage = Literal["one pass", "norms", "norms again", "sums", "unwrapped"]
+_OUTSIDE = (
+    "it is used outside its layer's forward (functional call, penalty on weights, output that is no tensor), where it cannot be "
+    "clipped. Call the layer itself, or freeze it."
+)
 _FIRST = ("one pass", "norms", "unwrapped")  # of a forward: what was formed for comparison is compared then
 
 
@@ -119,6 +125,9 @@ class Book:
         self._settled: set[int] = set()
         self._attached: set[int] = set()  # taking part as usual, to be verified
         self._watched: dict[int, torch.utils.hooks.RemovableHandle] = {}
+        # FSDP2 shows layers other parameter objects than the optimizer holds
+        self.homes = Homes(root) if is_fsdp(root) else None
+        self.model_axes: frozenset[Any] = frozenset()  # names of the mesh axes that are tensor parallel
         self.watch()
 
     # ------------------------------------------------------ one backward
@@ -152,7 +161,9 @@ class Book:
                     use = KeptWithNorm(use, norms[parameter])
                 if device != parameter.device:
                     use = KeptElsewhere(use, device, parameter.device)
-                self._note(self._uses.setdefault(id(parameter), _Uses(parameter)), use, captured)
+                home = self.homes.of(slot) if self.homes is not None else parameter
+                assert home is not None
+                self._note(self._uses.setdefault(id(home), _Uses(home)), use, captured)
 
     def _note(self, uses: _Uses, use: Kept, captured: Captured) -> None:
         key = id(uses.parameter)
@@ -203,7 +214,7 @@ class Book:
                 continue
             alone = len(uses.kept) == 1
             if join and alone and is_small(uses.kept[0]):
-                parameters, kept = small.setdefault(uses.parameter.device, ([], []))
+                parameters, kept = small.setdefault(computing_device(uses.parameter), ([], []))
                 parameters.append(uses.parameter)
                 kept.append(uses.kept[0])
             else:
@@ -268,6 +279,9 @@ class Book:
     def watch(self) -> None:
         """Before a forward: notice plain gradients of the parameters that train now (and were not watched yet)."""
         self.settle()
+        if self.homes is not None:
+            self.homes.clear_grads()
+            return
         for parameter in all_parameters(self.root):
             key = id(parameter)
             known = self._watched.get(key)
@@ -286,12 +300,24 @@ class Book:
             handle.remove()
         self._watched.clear()
 
+    def inside(self) -> set[int]:
+        """Ids of the model's parameters, as the optimizer has to hold them."""
+        if self.homes is None:
+            return {id(p) for p in all_parameters(self.root)}
+        self.homes.refresh()
+        return {id(p) for p in self.homes.names.values()}
+
     def _used_outside(self) -> list[str]:
+        if self.homes is not None:
+            return [
+                f"{name} received a gradient of its own from FSDP: {_OUTSIDE} Or FSDP was told to reduce parameters that have none "
+                "(set_reduce_scatter_unused_params): switch that off."
+                for name in self.homes.with_plain_gradient()
+            ]
         if not self._plain:
             return []
         return [
-            f"{name} received a gradient of its own: it is used outside its layer's forward (functional call, penalty on "
-            "weights, output that is no tensor), where it cannot be clipped. Call the layer itself, or freeze it."
+            f"{name} received a gradient of its own: {_OUTSIDE}"
             for name, parameter in self.root.named_parameters()
             if id(parameter) in self._plain
             and (id(parameter) not in self._uses or id(parameter) not in self._attached)

@@ -137,7 +137,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         parameters, norms = self.book.norms()
         by_device: dict[torch.device, list[Tensor]] = {}
         for p, norm_B in zip(parameters, norms, strict=True):
-            by_device.setdefault(p.device, []).append(norm_B)
+            by_device.setdefault(norm_B.device, []).append(norm_B)
         return total_norms(by_device, Placement(parameters).reduction_device)
 
     def get_clipping_coef(self) -> Tensor:

@@ -1,23 +1,33 @@
-"""Mode "ghost_fsdp". Not available in this version; the names import and refuse."""
+"""Mode "ghost_fsdp": mode "ghost" on a model sharded by `fully_shard`, under its recorded name.
+
+Norms need no communication, as a rank owns its samples; clipped sums are reduced to shards when the second backward ends.
+"""
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
-from opacus.distributed.unavailable import refuse
+from opacus.grad_sample.grad_sample_module import GradSampleModule
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     GradSampleHooksFastGradientClipping,
-    GradSampleModuleFastGradientClipping,
+    check_max_grad_norm,
 )
 
 __all__ = ["GradSampleHooksFastGradientClippingFSDP", "GradSampleModuleFastGradientClippingFSDP"]
 
 
 class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClipping):
-    """Not available in this version.
+    """`GradSampleHooksFastGradientClipping` for a sharded model.
+
+    Args:
+        m: sharded, by `FSDP2Wrapper` or `fully_shard`.
+        batch_first, loss_reduction, strict, max_grad_norm: as there.
 
     Raises:
-        ConfigurationError: always.
+        ConfigurationError: naming trainable parameters that are not sharded; otherwise as there.
+
+    Formal guarantee:
+        As there, of the samples of all ranks together.
     """
 
     def __init__(
@@ -29,18 +39,21 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         strict: bool = True,
         max_grad_norm: float = 1,
     ) -> None:
-        refuse(type(self).__name__)
+        super().__init__(
+            m,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            strict=strict,
+            max_grad_norm=max_grad_norm,
+        )
 
-    def get_norm_sample(self) -> Tensor:
-        """Not reached: the constructor refuses."""
-        refuse(type(self).__name__)
 
+class GradSampleModuleFastGradientClippingFSDP(GradSampleHooksFastGradientClippingFSDP, GradSampleModule):
+    """`GradSampleHooksFastGradientClippingFSDP` as a wrapper.
 
-class GradSampleModuleFastGradientClippingFSDP(GradSampleModuleFastGradientClipping):
-    """Not available in this version.
-
-    Raises:
-        ConfigurationError: always.
+    Args:
+        m, batch_first, loss_reduction, strict, max_grad_norm: as there.
+        force_functorch, use_ghost_clipping: as in `GradSampleModuleFastGradientClipping`.
     """
 
     def __init__(
@@ -54,4 +67,13 @@ class GradSampleModuleFastGradientClippingFSDP(GradSampleModuleFastGradientClipp
         max_grad_norm: float = 1,
         use_ghost_clipping: bool = True,
     ) -> None:
-        refuse(type(self).__name__)
+        check_max_grad_norm(max_grad_norm)
+        self.__dict__.update(max_grad_norm=max_grad_norm, use_ghost_clipping=use_ghost_clipping)
+        GradSampleModule.__init__(
+            self,
+            m,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            strict=strict,
+            force_functorch=force_functorch,
+        )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from opacus.distributed.sharding import is_sharded_model
 from opacus.errors import PerSampleGradientError
 from opacus.grad_sample.owners import Owners
 
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 def can_probe(model: nn.Module) -> bool:
     """Sharded models cannot: an extra backward would upset the hooks that gather and free their parameters."""
-    return not any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+    return not is_sharded_model(model)
 
 
 class Probe:

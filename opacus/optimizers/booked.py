@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from opacus.devices import Placement
+from opacus.devices import Placement, computing_device
+from opacus.distributed.scatter import reduce_to_shards
+from opacus.distributed.sharding import local_of
 from opacus.errors import PerSampleGradientError, raise_if_any
-from opacus.grad_sample.blocks import clipped_sums
+from opacus.grad_sample.blocks import Block, clipped_sums
 from opacus.grad_sample.book import Book
 from opacus.optimizers.utils import describe
 
@@ -18,6 +21,36 @@ if TYPE_CHECKING:
     from opacus.optimizers.optimizer import DPOptimizer
 
 __all__ = ["BookedSums"]
+
+
+class Sums:
+    """One backward's clipped sums, each formed when it is asked for: no more than one exists besides those that are small.
+
+    Args:
+        formed: sums that are there already.
+        blocks: what the norms were taken of. factors: `[B]` for each block.
+    """
+
+    def __init__(
+        self,
+        formed: Sequence[tuple[nn.Parameter, Tensor]],
+        blocks: Sequence[Block],
+        factors: Sequence[Tensor],
+    ) -> None:
+        self._formed = {id(parameter): total for parameter, total in formed}
+        self._waiting = {
+            id(p): (block, factor_B)
+            for block, factor_B in zip(blocks, factors, strict=True)
+            for p in block.parameters
+        }
+
+    def of(self, parameter: Tensor) -> Tensor | None:
+        """The sum of `parameter`, once; None where the batch did not use it."""
+        block, factor_B = self._waiting.pop(id(parameter), (None, None))
+        if block is not None and factor_B is not None and id(parameter) not in self._formed:
+            totals = block.clipped(factor_B)
+            self._formed.update(zip(map(id, block.parameters), totals, strict=True))
+        return self._formed.pop(id(parameter), None)
 
 
 class BookedSums:
@@ -47,19 +80,36 @@ class BookedSums:
 
     def take(self, book: Book) -> None:
         """The backward has ended: clip, and keep the sums."""
-        if book.two_passes:
-            for parameter, total in book.clipped():
-                self._add(parameter, total)
-            self.backwards += 1
-            return
         optimizer = self.optimizer
-        wanted = {id(p) for p in optimizer.params}
-        blocks = book.blocks(join=optimizer.JOINS_PARAMETERS, wanted=wanted)
-        first = [block.parameters[0] for block in blocks]
-        factors = self.factors(first, [block.norm_B for block in blocks])  # type: ignore[misc]
-        for parameter, total in clipped_sums(blocks, factors):
-            self._add(parameter, total)
+        if book.two_passes:
+            self._add_all(book, book.clipped(), [], [])
+        else:
+            wanted = {id(p) for p in optimizer.params}
+            blocks = book.blocks(join=optimizer.JOINS_PARAMETERS, wanted=wanted)
+            first = [block.parameters[0] for block in blocks]
+            factors = self.factors(first, [block.norm_B for block in blocks])  # type: ignore[misc]
+            self._add_all(book, [], blocks, factors)
         self.backwards += 1
+
+    def _add_all(
+        self,
+        book: Book,
+        formed: Sequence[tuple[nn.Parameter, Tensor]],
+        blocks: Sequence[Block],
+        factors: Sequence[Tensor],
+    ) -> None:
+        if book.homes is not None:
+            sums = Sums(formed, blocks, factors)
+            reduce_to_shards(self._in_order(), sums.of, self._add, model_axes=book.model_axes)
+            return
+        for parameter, total in itertools.chain(formed, clipped_sums(blocks, factors)):
+            self._add(parameter, total)
+
+    def _in_order(self) -> list[nn.Parameter]:
+        """The optimizer's parameters in the order that is the same on every rank: the model's."""
+        assert self.book.homes is not None
+        wanted = {id(p) for p in self.optimizer.params}
+        return [p for p in self.book.homes.names.values() if id(p) in wanted]
 
     def factors(self, parameters: list[nn.Parameter], norms: list[Tensor]) -> list[Tensor]:
         """What to multiply each sample's raw gradient with, `[B]` for each parameter (or block), on its device."""
@@ -90,7 +140,7 @@ class BookedSums:
             known = factors.get(id(parameter))
             if known is not None:
                 return known
-            return torch.zeros(self.book.n_samples, device=parameter.device)
+            return torch.zeros(self.book.n_samples, device=computing_device(parameter))
 
         return factor_of
 
@@ -121,7 +171,7 @@ class BookedSums:
                 "per-sample gradients are not there: no backward pass was captured since the last step. Call "
                 "loss.backward() on the output of the private module before step(), and check that its hooks are enabled."
             )
-        inside = {id(p) for p in book.parameters()}
+        inside = book.inside()
         raise_if_any(
             "step() cannot go on",
             [
@@ -138,7 +188,7 @@ class BookedSums:
             if fresh is None:
                 if summed is None:
                     dtype = torch.promote_types(p.dtype, torch.float32)
-                    p.summed_grad = torch.zeros_like(p, dtype=dtype)  # type: ignore[attr-defined]
+                    p.summed_grad = torch.zeros_like(local_of(p), dtype=dtype)  # type: ignore[attr-defined]
             else:
                 p.summed_grad = fresh if summed is None else summed.add_(fresh)  # type: ignore[attr-defined]
         self._fresh.clear()

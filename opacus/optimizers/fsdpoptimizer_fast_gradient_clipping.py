@@ -1,39 +1,17 @@
-"""FSDP2, mode "ghost_fsdp". Not available in this version; the names import and refuse."""
+"""The recorded optimizer of mode "ghost_fsdp"."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch.optim import Optimizer
-
-from opacus.distributed.unavailable import refuse
-from opacus.optimizers.optimizer import DPOptimizer
+from opacus.optimizers.optimizer_fast_gradient_clipping import DPOptimizerFastGradientClipping
 
 __all__ = ["FSDPOptimizerFastGradientClipping"]
 
 
-class FSDPOptimizerFastGradientClipping(DPOptimizer):
-    """Not available in this version.
+class FSDPOptimizerFastGradientClipping(DPOptimizerFastGradientClipping):
+    """`DPOptimizer` under its recorded name for sharded models. (Every private optimizer works on sharded parameters.)
 
-    Raises:
-        ConfigurationError: always.
+    Takes the arguments of `DPOptimizer`; `expected_batch_size` counts the samples of all ranks together.
+
+    Formal guarantee:
+        That of `DPOptimizer`, for the sum over all ranks' samples: each coordinate of a whole parameter is noised once.
     """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        *,
-        noise_multiplier: float,
-        max_grad_norm: float,
-        expected_batch_size: int | None,
-        loss_reduction: str = "mean",
-        generator: torch.Generator | None = None,
-        secure_mode: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        refuse(type(self).__name__)
-
-    def accumulate(self) -> None:
-        """Not reached: the constructor refuses."""
-        refuse(type(self).__name__)

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from opacus.devices import FactorCopies, NoiseStream, Placement, total_norms
+from opacus.devices import FactorCopies, NoiseStream, Placement, computing_device, total_norms
+from opacus.distributed.shard_noise import ShardNoise
+from opacus.distributed.sharding import as_gradient, is_sharded, local_of
 from opacus.errors import PerSampleGradientError, raise_if_any
 from opacus.grad_sample.book import Book
 from opacus.optimizers.arguments import basic_problems, positive_number_problems
@@ -114,7 +116,7 @@ class DPOptimizer(Optimizer):
         self.loss_scale = loss_scale
         self.step_hook: Callable[[DPOptimizer], None] | None = None
         self.param_names: dict[int, str] = {}
-        self._noise: NoiseStream | SecureNoise | None = None
+        self._noise: NoiseStream | SecureNoise | ShardNoise | None = None
         self._step_skip_queue: list[bool] = []
         self._is_last_step_skipped = False
         self._booked: BookedSums | None = None
@@ -377,7 +379,7 @@ class DPOptimizer(Optimizer):
         if weight_B is not None:
             weight_B = weight_B.to(reduction_device)
         copies = FactorCopies(self.factor_of(norm_B, weight_B))
-        return [copies.on(p.device) for p in parameters]
+        return [copies.on(computing_device(p)) for p in parameters]
 
     def factor_of(self, norm_B: Tensor, weight_B: Tensor | None) -> Tensor:
         """Clip factors `[B]` for per-sample norms `[B]` of the whole gradient."""
@@ -403,9 +405,9 @@ class DPOptimizer(Optimizer):
             if stream is None:
                 noisy.append(summed.to(dtype, copy=True))
             elif isinstance(std, float):
-                noisy.append(stream.normal(p.shape, std, p.device, dtype))
+                noisy.append(_drawn(stream, p, summed, std, dtype))
             else:
-                noisy.append(stream.normal(p.shape, 1.0, p.device, dtype).mul_(std.on(p.device, dtype)))
+                noisy.append(_drawn(stream, p, summed, 1.0, dtype).mul_(std.on(summed.device, dtype)))
         if stream is not None:
             for group in _alike(noisy, sums):
                 torch._foreach_add_(*group)
@@ -413,17 +415,20 @@ class DPOptimizer(Optimizer):
             for p in parameters:
                 p.summed_grad = None  # type: ignore[attr-defined]
         for p, total in zip(parameters, noisy, strict=True):
-            p.grad = total.to(p.dtype)
-            if p.grad is not total:  # keep what rounding lost until scale_grad is done
+            rounded = total.to(p.dtype)
+            p.grad = as_gradient(rounded, p)
+            if rounded is not total:  # keep what rounding lost until scale_grad is done
                 self._unrounded[id(p)] = (p.grad, total)
 
     def noise_std(self) -> float | FactorCopies:
         """Standard deviation of the noise on the clipped sum; a tensor's copies where only a device knows it."""
         return float(self.noise_multiplier) * float(self.max_grad_norm)
 
-    def noise_stream(self) -> NoiseStream | SecureNoise:
+    def noise_stream(self) -> NoiseStream | SecureNoise | ShardNoise:
         if self._noise is None:
-            if self.secure_mode:
+            if any(map(is_sharded, self.params)):
+                self._noise = ShardNoise(self.params, self.generator, secure=self.secure_mode)
+            elif self.secure_mode:
                 self._noise = SecureNoise()
             else:
                 home = Placement(self.params, reduction_device=self.reduction_device).reduction_device
@@ -446,9 +451,9 @@ class DPOptimizer(Optimizer):
                 continue
             held = self._unrounded.pop(id(p), None)
             if held is not None and held[0] is p.grad:
-                p.grad = held[1].div_(divisor).to(p.dtype)
+                p.grad = as_gradient(held[1].div_(divisor).to(p.dtype), p)
             else:
-                whole.append(p.grad)
+                whole.append(local_of(p.grad))
         for (grads,) in _alike(whole):
             torch._foreach_div_(grads, divisor)
 
@@ -616,6 +621,19 @@ class DPOptimizer(Optimizer):
         return f"{type(self).__name__}({self.original_optimizer!r})"
 
 
+def _drawn(
+    stream: NoiseStream | SecureNoise | ShardNoise,
+    p: nn.Parameter,
+    summed: Tensor,
+    std: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Noise for one parameter's clipped sum, or for this rank's part of it."""
+    if isinstance(stream, ShardNoise):
+        return stream.normal_for(p, summed.shape, std, summed.device, dtype)
+    return stream.normal(summed.shape, std, summed.device, dtype)
+
+
 def _summed(p: nn.Parameter) -> Tensor | None:
     return getattr(p, "summed_grad", None)
 
@@ -629,7 +647,7 @@ def by_device(
         dtype = torch.promote_types(dtype, norm.dtype)
     grouped: dict[torch.device, list[Tensor]] = {}
     for p, norm in zip(parameters, norms, strict=True):
-        grouped.setdefault(p.device, []).append(norm.to(dtype))
+        grouped.setdefault(computing_device(p), []).append(norm.to(dtype))
     return grouped
 
 

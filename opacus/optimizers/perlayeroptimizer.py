@@ -123,7 +123,7 @@ class DPPerLayerOptimizer(DPOptimizer):
             self._count_nonfinite(torch.stack(norms_there))
         bounds = {id(p): bound for p, bound in zip(everything, max_grad_norms, strict=True)}
         return [
-            flat_clip_factor(norm_B, bounds[id(p)], None if weight_B is None else weight_B.to(p.device))
+            flat_clip_factor(norm_B, bounds[id(p)], None if weight_B is None else weight_B.to(norm_B.device))
             for p, norm_B in zip(parameters, norms, strict=True)
         ]
 

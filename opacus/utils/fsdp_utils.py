@@ -1,4 +1,4 @@
-"""FSDP2: not available in this version. Module walks that do not depend on it are."""
+"""FSDP2 under the names that existing code imports, and walks over modules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from opacus.distributed.unavailable import refuse
+from opacus.distributed.fsdp import fsdp2_wrap
 
 __all__ = ["FSDP2Wrapper", "has_params", "iterate_submodules"]
 
@@ -33,12 +33,17 @@ def iterate_submodules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def FSDP2Wrapper(model: nn.Module, **kwargs: Any) -> nn.Module:
-    """Shard a model with `fully_shard` for private training. Not available in this version.
+    """Shard a model with `fully_shard` for private training.
 
     Args:
-        model: the model. **kwargs: of `fully_shard`.
+        model: its weights equal on all ranks.
+        **kwargs: as in `opacus.distributed.fsdp.fsdp2_wrap`: those of `fully_shard` (`mesh`, `mp_policy`, `offload_policy`,
+            `reshard_after_forward`, ...), `opacus_high_precision_layers`, `units`, and `optimizer`, which follows the model.
+
+    Returns:
+        `model` itself.
 
     Raises:
-        ConfigurationError: always.
+        ConfigurationError: listing everything that is wrong; nothing was changed.
     """
-    refuse("FSDP2Wrapper")
+    return fsdp2_wrap(model, **kwargs)

@@ -1,0 +1,155 @@
+"""Clipped sums of sharded models: each rank forms those of its own samples, and receives its part of everyone's.
+
+Buckets of consecutive parameters with one layout, up to a cap; one whole gradient at a time lies next to a bucket, so that
+no rank ever holds the gradients of the whole model. One reduce-scatter for each bucket, one all-reduce for each axis over which
+parameters are repeated (HSDP). Always sums, in at least float32: nothing depends on how many ranks there are.
+
+Every rank walks the same parameters in the same order, whatever its own samples used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opacus.devices import computing_device
+from opacus.distributed.sharding import Layout, layout_of, local_of
+
+__all__ = ["BUCKET_ELEMENTS", "reduce_to_shards"]
+
+BUCKET_ELEMENTS = 1 << 24  # 64 MiB of float32: large enough for full bandwidth, small next to a gradient
+
+
+@dataclass
+class _Member:
+    parameter: Tensor
+    layout: Layout
+
+
+@dataclass
+class _Travelling:
+    """A bucket on its way; `sent` is held until it has arrived."""
+
+    members: list[_Member]
+    sent: Tensor
+    received: Tensor
+    work: Any
+
+
+def reduce_to_shards(
+    parameters: Sequence[Tensor],
+    form: Callable[[Tensor], Tensor | None],
+    receive: Callable[[Tensor, Tensor], None],
+    *,
+    model_axes: Collection[Any] = (),
+    cap: int | None = None,
+) -> None:
+    """Add up gradients over all data-parallel ranks; each rank receives its own part. Collective.
+
+    Args:
+        parameters: sharded parameters, the same on every rank and in the same order.
+        form: this rank's gradient of a parameter, in the shape of its layout's piece; None for zero. Asked once for each.
+        receive: called with each parameter and this rank's part of the sum, a plain tensor of the local part's shape, on its
+            device, at least float32.
+        model_axes: names of the mesh axes that are tensor parallel: nothing is added up over them.
+        cap: elements of a bucket; `BUCKET_ELEMENTS` by default.
+
+    Formal guarantee:
+        Each rank's gradient enters the sum exactly once, with factor 1.
+    """
+    on_its_way: _Travelling | None = None
+    for members in _buckets(parameters, model_axes, BUCKET_ELEMENTS if cap is None else cap):
+        travelling = _send(members, form)  # while the bucket before is on its way
+        if on_its_way is not None:
+            _arrive(on_its_way, receive)
+        on_its_way = travelling
+    if on_its_way is not None:
+        _arrive(on_its_way, receive)
+
+
+def _buckets(
+    parameters: Sequence[Tensor], model_axes: Collection[Any], cap: int
+) -> Iterator[list[_Member]]:
+    bucket: list[_Member] = []
+    last, room = None, 0
+    for parameter in parameters:
+        layout = layout_of(parameter, model_axes)
+        axis = layout.shard[0] if layout.shard else None
+        key = (layout.mesh, axis, layout.copies, _dtype(parameter), parameter.device)
+        size = layout.padded * layout.ranks
+        if bucket and (key != last or room < size):
+            yield bucket
+            bucket = []
+        if not bucket:
+            last, room = key, cap
+        bucket.append(_Member(parameter, layout))
+        room -= size
+    if bucket:
+        yield bucket
+
+
+def _dtype(parameter: Tensor) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _send(members: list[_Member], form: Callable[[Tensor], Tensor | None]) -> _Travelling:
+    first = members[0]
+    ranks, dtype = first.layout.ranks, _dtype(first.parameter)
+    flat = _packed(members, form, ranks, dtype)
+    if ranks == 1:
+        return _Travelling(members, flat, flat[0], None)
+    received = flat.new_empty(flat.shape[1])
+    group = first.layout.mesh.get_group(first.layout.shard[0])  # type: ignore[index]
+    work = dist.reduce_scatter_tensor(received, flat.view(-1), group=group, async_op=True)
+    return _Travelling(members, flat, received, work)
+
+
+def _packed(
+    members: list[_Member], form: Callable[[Tensor], Tensor | None], ranks: int, dtype: torch.dtype
+) -> Tensor:
+    """`[ranks, elements]`: row r is what rank r holds of each member, padded as `torch.chunk` cuts."""
+    alone = members[0]
+    if len(members) == 1 and alone.layout.piece and alone.layout.piece[alone.layout.dim] % ranks == 0:
+        grad = form(alone.parameter)
+        if grad is not None:  # a large one travels as it is
+            return grad.to(dtype).movedim(alone.layout.dim, 0).reshape(ranks, -1)
+        return _zeros(alone, ranks, alone.layout.padded, dtype)
+    flat = _zeros(alone, ranks, sum(member.layout.padded for member in members), dtype)
+    start = 0
+    for member in members:
+        grad = form(member.parameter)
+        if grad is not None:
+            rows = grad.movedim(member.layout.dim, 0) if grad.dim() else grad.view(1)
+            for r, part in enumerate(rows.split(max(1, -(-rows.shape[0] // ranks)))):
+                flat[r, start : start + part.numel()].view(part.shape).copy_(part)
+        start += member.layout.padded
+        del grad
+    return flat
+
+
+def _zeros(member: _Member, ranks: int, width: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(ranks, width, dtype=dtype, device=computing_device(member.parameter))
+
+
+def _arrive(bucket: _Travelling, receive: Callable[[Tensor, Tensor], None]) -> None:
+    if bucket.work is not None:
+        bucket.work.wait()
+    received, layout = bucket.received, bucket.members[0].layout
+    for axis in layout.copies:
+        dist.all_reduce(received, group=layout.mesh.get_group(axis))
+    parts = received.split([member.layout.padded for member in bucket.members])
+    for member, part in zip(bucket.members, parts, strict=True):
+        local, dim = member.layout.local, member.layout.dim
+        moved = (local[dim], *local[:dim], *local[dim + 1 :]) if local else ()
+        part = part[: math.prod(local)].view(moved)
+        part = part.movedim(0, dim) if local else part
+        # a copy, unless it is alone in its bucket: a view would keep the whole bucket
+        alone = len(bucket.members) == 1 and part.is_contiguous() and part.numel() == received.numel()
+        home = local_of(member.parameter).device
+        receive(member.parameter, part.to(home, copy=not alone).contiguous())

@@ -1,0 +1,238 @@
+"""Sharded parameters (FSDP2, HSDP, either of them with tensor parallel): who holds which part of a gradient.
+
+Everything is read from public attributes of `DTensor`: its mesh, its placements, its shape. Which ranks add up their samples'
+gradients (data parallel) and which hold pieces of one layer (tensor parallel) is said by the names of the mesh axes.
+
+FSDP2 swaps the parameter objects of a module between forward and step, so what a layer reports is brought home to
+the object that the optimizer holds by where it hangs: `Homes`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opacus.grad_sample.ownership import Slot
+
+__all__ = [
+    "Homes",
+    "Layout",
+    "as_gradient",
+    "axes_of",
+    "is_fsdp",
+    "is_sharded",
+    "is_sharded_model",
+    "layout_of",
+    "local_of",
+    "reshard",
+    "sharding_problems",
+]
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether `tensor` is a `DTensor`."""
+    return hasattr(tensor, "device_mesh")
+
+
+def _fsdp_modules(model: nn.Module) -> Iterator[Any]:
+    if not torch.distributed.is_available():
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    yield from (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def is_fsdp(model: nn.Module) -> bool:
+    """Whether `fully_shard` manages a part of `model`."""
+    return any(True for _ in _fsdp_modules(model))
+
+
+def is_sharded_model(model: nn.Module) -> bool:
+    """Whether any parameter is spread over processes (FSDP2, HSDP, tensor parallel)."""
+    return is_fsdp(model) or any(map(is_sharded, model.parameters()))
+
+
+def reshard(model: nn.Module) -> None:
+    """Let every module show its sharded parameters: the root keeps whole ones after a forward without a backward."""
+    for module in _fsdp_modules(model):
+        module.reshard()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks share out one parameter's gradient.
+
+    Attributes:
+        mesh: of the parameter; None where it is no `DTensor`.
+        shard: `(mesh axis, tensor dimension)` over which data-parallel ranks hold pieces; None where each holds all.
+        copies: data-parallel mesh axes over which it is repeated (HSDP).
+        piece: shape of the gradient that the data-parallel ranks add up: whole, but for tensor parallel's split.
+        split: whether tensor parallel splits it.
+        local: shape of this rank's part.
+    """
+
+    mesh: Any
+    shard: tuple[int, int] | None
+    copies: tuple[int, ...]
+    piece: tuple[int, ...]
+    split: bool
+    local: tuple[int, ...]
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks share it out."""
+        return self.mesh.size(self.shard[0]) if self.shard else 1
+
+    @property
+    def dim(self) -> int:
+        """Dimension along which it is cut."""
+        return self.shard[1] if self.shard else 0
+
+    @property
+    def padded(self) -> int:
+        """Elements of the largest part: parts are padded to it, as `torch.chunk` would cut them."""
+        if not self.piece:
+            return 1
+        rows = self.piece[self.dim]
+        return -(-rows // self.ranks) * math.prod(self.piece[: self.dim] + self.piece[self.dim + 1 :])
+
+
+def axes_of(mesh: Any) -> tuple[Any, ...]:
+    """Names of a mesh's axes; places of them where it has no names."""
+    names = mesh.mesh_dim_names
+    return tuple(names) if names else tuple((mesh.ndim, d) for d in range(mesh.ndim))
+
+
+def layout_of(parameter: Tensor, model_axes: Collection[Any] = ()) -> Layout:
+    """How `parameter` is shared out.
+
+    Args:
+        parameter: of a model at rest (`reshard`).
+        model_axes: names of the mesh axes that are tensor parallel.
+    """
+    shape = tuple(parameter.shape)
+    if not is_sharded(parameter):
+        return Layout(None, None, (), shape, False, shape)
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    shard, copies, split, piece = None, [], False, list(shape)
+    for d, (axis, placement) in enumerate(zip(axes_of(mesh), placements, strict=True)):
+        if axis in model_axes:
+            if not placement.is_replicate():
+                split = True
+                rows, size = shape[placement.dim], mesh.size(d)
+                each = -(-rows // size)
+                piece[placement.dim] = max(0, min(each, rows - mesh.get_local_rank(d) * each))
+        elif placement.is_replicate():
+            copies.append(d)
+        else:
+            shard = (d, placement.dim)
+    local = tuple(parameter.to_local().shape)  # type: ignore[attr-defined]
+    return Layout(mesh, shard, tuple(copies), tuple(piece), split, local)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part, sharing memory."""
+    with torch.no_grad():
+        return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def as_gradient(local: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of a gradient as what `parameter.grad` has to be."""
+    if not is_sharded(parameter):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,  # type: ignore[attr-defined]
+        parameter.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+class Homes:
+    """The parameters of a model at rest, by where they hang: those that the optimizer holds.
+
+    Args:
+        root: the model.
+
+    Raises:
+        ConfigurationError: as `sharding_problems`.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look again: modules may have been replaced, or converted to another dtype."""
+        reshard(self.root)
+        self.names = {name: p for name, p in self.root.named_parameters()}
+        self._by_place = {
+            (id(module), key): p
+            for module in self.root.modules()
+            for key, p in module._parameters.items()
+            if p is not None
+        }
+
+    def of(self, slot: Slot) -> nn.Parameter | None:
+        """The parameter at rest that hangs where `slot` says."""
+        return self._by_place.get((id(slot.holder), slot.key)) or slot.parameter
+
+    def clear_grads(self) -> None:
+        """Forget gradients of an earlier step, so that one that appears is known to be of this backward."""
+        for p in self.names.values():
+            if p.requires_grad:
+                p.grad = None
+
+    def with_plain_gradient(self) -> list[str]:
+        """Names of parameters that FSDP gave a gradient of its own."""
+        return [name for name, p in self.names.items() if p.requires_grad and p.grad is not None]
+
+
+def sharding_problems(model: nn.Module, model_axes: Collection[Any] = ()) -> list[str]:
+    """What keeps a sharded model from being trained privately, a sentence each; nothing is changed but what `reshard` does.
+
+    Args:
+        model: the model.
+        model_axes: names of the mesh axes that are tensor parallel.
+    """
+    reshard(model)
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    problems = []
+    if is_fsdp(model):
+        problems += [
+            f"{name} is trainable, but fully_shard does not manage it (ignored_params, or a part of the model that was not "
+            "sharded): nobody would add up its gradients over ranks. Shard the whole model, or freeze it."
+            for name, p in trainable
+            if not is_sharded(p)
+        ]
+    sizes: dict[Any, int] = {}
+    for name, p in trainable:
+        if not is_sharded(p):
+            continue
+        mesh, cuts = p.device_mesh, []  # type: ignore[attr-defined]
+        for d, axis in enumerate(axes_of(mesh)):
+            if sizes.setdefault(axis, mesh.size(d)) != mesh.size(d):
+                problems.append(
+                    f"{name}: its mesh axis {axis!r} has {mesh.size(d)} ranks, another parameter's axis of that name "
+                    f"{sizes[axis]}. Give axes of different size different names."
+                )
+            placement = p.placements[d]  # type: ignore[attr-defined]
+            if placement.is_partial():
+                problems.append(f"{name} is a partial sum over mesh axis {axis!r}; it must be sharded or repeated.")
+            if axis not in model_axes and not placement.is_replicate():
+                cuts.append(axis)
+        if len(cuts) > 1:
+            problems.append(
+                f"{name} is sharded over {len(cuts)} data-parallel axes ({', '.join(map(str, cuts))}); fully_shard uses one. "
+                "Flatten them into one axis."
+            )
+    return problems
