@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from opacus import integrations
+from opacus.distributed.sharding import is_sharded_model, sharded_findings
 from opacus.grad_sample import AbstractGradSampleModule, get_gsm_class, get_hooks_class
 from opacus.grad_sample.capture import refuse_if_captured
 from opacus.grad_sample.owners import rows_per_sample_problems
@@ -19,7 +20,9 @@ from opacus.utils.sample_rate import loader_problems
 from opacus.validators import ModuleValidator
 from opacus.validators.errors import UnsupportedModuleError
 
-__all__ = ["loader_findings", "make_private_findings", "mode_option_names"]
+__all__ = ["TWO_PASSES", "loader_findings", "make_private_findings", "mode_option_names"]
+
+TWO_PASSES = ("ghost", "ghost_fsdp", "ghost_tp")  # modes with a wrapped criterion
 
 
 def make_private_findings(
@@ -56,8 +59,10 @@ def make_private_findings(
         layer_errors = ModuleValidator.layer_errors(module)
         if isinstance(optimizer, Optimizer):
             problems += _optimizer_findings(module, optimizer)
+        if is_sharded_model(module):
+            problems += sharded_findings(module, grad_sample_mode)
     problems += _refusal(get_gsm_class if wrap_model else get_hooks_class, grad_sample_mode)
-    if grad_sample_mode == "ghost":
+    if grad_sample_mode in TWO_PASSES:
         problems += criterion_problems(criterion, loss_reduction)
     problems += _row_findings(mode_options)
     refused = _refusal(get_optimizer_class, clipping, False, grad_sample_mode)
@@ -77,6 +82,7 @@ def make_private_findings(
         torch.distributed.is_available()
         and torch.distributed.is_initialized()
         and torch.distributed.get_world_size() > 1
+        and not (isinstance(module, nn.Module) and is_sharded_model(module))
     ):
         problems.append(
             f"torch.distributed runs {torch.distributed.get_world_size()} processes; private training over several processes "
@@ -125,6 +131,13 @@ def _optimizer_findings(module: nn.Module, optimizer: Optimizer) -> list[str]:
         for j, p in enumerate(group["params"])
         if id(p) not in names
     ]
+    if strangers and is_sharded_model(module):
+        return [
+            f"optimizer was built before the model was sharded: {len(strangers)} of its parameters are no longer the model's, and would "
+            "be trained in vain. Build it after fully_shard, or let it follow, state and schedulers included: "
+            "model = opacus.distributed.fsdp.fsdp2_wrap(model, optimizer) in place of fully_shard; or, around your own sharding, "
+            "binding = record(model, optimizer) before and rebind(model, optimizer, binding) after."
+        ]
     more = f"; and {len(strangers) - 5} more" if len(strangers) > 5 else ""
     problems = [
         f"Module parameters are different than optimizer Parameters: {'; '.join(strangers[:5])}{more}. Build the optimizer "

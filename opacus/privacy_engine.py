@@ -15,6 +15,7 @@ from opacus import checkpoint
 from opacus.accountants import create_accountant
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.data_loader import DPDataLoader
+from opacus.distributed.sharding import is_fsdp
 from opacus.errors import ConfigurationError
 from opacus.grad_sample import (
     AbstractGradSampleHooks,
@@ -24,7 +25,7 @@ from opacus.grad_sample import (
 )
 from opacus.grad_sample.book import Book
 from opacus.optimizers import DPOptimizer, get_optimizer_class
-from opacus.preconditions import loader_findings, make_private_findings, mode_option_names
+from opacus.preconditions import TWO_PASSES, loader_findings, make_private_findings, mode_option_names
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from opacus.utils.isolation_request import IsolationRequest
 from opacus.utils.resumable import Sampling
@@ -156,13 +157,15 @@ class PrivacyEngine:
             options=kwargs,
             mode_options=mode_options,
         )
-        _raise_findings("make_private cannot start", problems + isolation.problems(), layer_errors)
+        _raise_findings("make_private cannot start", problems + isolation.problems(module), layer_errors)
 
         rows = RowsPerSample(mode_options.pop("rows_per_sample", 1), mode_options.pop("row_order", "blocked"))
         isolation.check(module, data_loader, rows, loss_reduction, batch_first)
         sample_rate = sample_rate_of(data_loader)
         private_loader = (
-            DPDataLoader.from_data_loader(data_loader, batch_first=batch_first, rand_on_empty=rand_on_empty)
+            DPDataLoader.from_data_loader(
+                data_loader, batch_first=batch_first, rand_on_empty=rand_on_empty, distributed=is_fsdp(inner)
+            )
             if poisson_sampling
             else data_loader
         )
@@ -178,7 +181,7 @@ class PrivacyEngine:
             **kwargs,
         )
         private_optimizer.param_names = {id(p): name for name, p in inner.named_parameters()}
-        if grad_sample_mode == "ghost":
+        if grad_sample_mode in TWO_PASSES:
             mode_options["max_grad_norm"] = private_optimizer.max_grad_norm
         private_module = self._prepare_model(
             module, batch_first, loss_reduction, grad_sample_mode, wrap_model, mode_options
@@ -194,7 +197,7 @@ class PrivacyEngine:
         private_optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=sample_rate))
         self.dataset = data_loader.dataset
         self.sampling = Sampling.of(private_loader)
-        if grad_sample_mode == "ghost":
+        if grad_sample_mode in TWO_PASSES:
             private_criterion = DPLossFastGradientClipping(
                 private_module, private_optimizer, criterion, loss_reduction
             )

@@ -58,9 +58,7 @@ def record(model: nn.Module, optimizer: Optimizer) -> Binding:
     names = {id(p): name for name, p in model.named_parameters()}
     return Binding(
         tuple(
-            tuple(
-                _Bound(names[id(p)], p, tuple(p.shape), p.dtype, p.requires_grad) for p in group["params"]
-            )
+            tuple(_Bound(names[id(p)], p, tuple(p.shape), p.dtype, p.requires_grad) for p in group["params"])
             for group in optimizer.param_groups
         )
     )
@@ -73,7 +71,9 @@ def binding_problems(model: Any, optimizer: Any) -> list[str]:
     if not isinstance(optimizer, Optimizer):
         return [f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}."]
     if isinstance(optimizer, DPOptimizer):
-        return ["optimizer is private already: shard the model first, and call make_private with what results."]
+        return [
+            "optimizer is private already: shard the model first, and call make_private with what results."
+        ]
     names = {id(p): name for name, p in model.named_parameters()}
     held = [
         (i, j, p) for i, group in enumerate(optimizer.param_groups) for j, p in enumerate(group["params"])
@@ -151,16 +151,17 @@ def rebind(model: nn.Module, optimizer: Optimizer, binding: Binding) -> None:
     raise_if_any("the optimizer cannot be given the sharded parameters", problems)
     state = {
         now[bound.name]: {
-            key: _like(value, now[bound.name], bound) for key, value in optimizer.state[bound.parameter].items()
+            key: _like(value, now[bound.name], bound)
+            for key, value in optimizer.state[bound.parameter].items()
         }
         for group in binding.groups
         for bound in group
         if bound.parameter in optimizer.state
     }
-    for group, bounds in zip(optimizer.param_groups, binding.groups, strict=True):
-        group["params"][:] = [now[bound.name] for bound in bounds]
+    for options, bounds in zip(optimizer.param_groups, binding.groups, strict=True):
+        options["params"][:] = [now[bound.name] for bound in bounds]
     optimizer.state.clear()
-    optimizer.state.update(state)
+    optimizer.state.update(state)  # type: ignore[arg-type]
 
 
 def _changes(bound: _Bound, p: nn.Parameter | None, optimizer: Optimizer) -> list[str]:
@@ -184,7 +185,12 @@ def _changes(bound: _Bound, p: nn.Parameter | None, optimizer: Optimizer) -> lis
 
 def _like(value: Any, p: nn.Parameter, bound: _Bound) -> Any:
     """A whole state tensor, equal on all ranks, as this rank's part of it."""
-    if not isinstance(value, Tensor) or tuple(value.shape) != bound.shape or not value.dim() or not is_sharded(p):
+    if (
+        not isinstance(value, Tensor)
+        or tuple(value.shape) != bound.shape
+        or not value.dim()
+        or not is_sharded(p)
+    ):
         return value
     from torch.distributed.tensor import distribute_tensor
 

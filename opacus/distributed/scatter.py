@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opacus.devices import computing_device
-from opacus.distributed.sharding import Layout, layout_of, local_of
+from opacus.distributed.sharding import Layout, axes_of, is_sharded, layout_of, local_of
 
-__all__ = ["BUCKET_ELEMENTS", "reduce_to_shards"]
+__all__ = ["BUCKET_ELEMENTS", "reduce_to_shards", "sum_over_data_ranks"]
 
 BUCKET_ELEMENTS = 1 << 24  # 64 MiB of float32: large enough for full bandwidth, small next to a gradient
 
@@ -73,9 +73,24 @@ def reduce_to_shards(
         _arrive(on_its_way, receive)
 
 
-def _buckets(
-    parameters: Sequence[Tensor], model_axes: Collection[Any], cap: int
-) -> Iterator[list[_Member]]:
+def sum_over_data_ranks(
+    value: Tensor, parameters: Sequence[Tensor], model_axes: Collection[Any] = ()
+) -> Tensor:
+    """The sum of `value` over the ranks that have samples of their own, according to the meshes of `parameters`. Collective."""
+    axes = {
+        axis: (p.device_mesh, d)  # type: ignore[attr-defined]
+        for p in parameters
+        if is_sharded(p)
+        for d, axis in enumerate(axes_of(p.device_mesh))  # type: ignore[attr-defined]
+        if axis not in model_axes
+    }
+    total = value.clone()
+    for mesh, d in axes.values():
+        dist.all_reduce(total, group=mesh.get_group(d))
+    return total
+
+
+def _buckets(parameters: Sequence[Tensor], model_axes: Collection[Any], cap: int) -> Iterator[list[_Member]]:
     bucket: list[_Member] = []
     last, room = None, 0
     for parameter in parameters:

@@ -70,15 +70,14 @@ class ShardNoise:
 
     # ------------------------------------------------------------------ drawing
 
-    def normal_for(
-        self, parameter: Tensor, shape: Sequence[int], std: float, device: torch.device, dtype: torch.dtype
-    ) -> Tensor:
+    def normal_for(self, parameter: Tensor, like: Tensor, std: float, dtype: torch.dtype) -> Tensor:
         """Draws from N(0, std^2) for this rank's part of `parameter`.
 
         Args:
-            shape: of the part. device: where it lies.
+            like: has the part's shape, and lies where the noise is wanted.
         """
-        return self._draw(self._repeated_axes(parameter), self._key(parameter), shape, std, device, dtype)
+        repeated = self._repeated_axes(parameter) if self.secure is not None else []
+        return self._draw(repeated, self._key(parameter), like.shape, std, like.device, dtype)
 
     def normal(self, shape: Sequence[int], std: float, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Draws that every rank makes alike (for what is released once, not a part of a parameter)."""
@@ -173,9 +172,7 @@ class ShardNoise:
             "span": self.span,
             "pattern": self.pattern,
             "streams": dict(
-                itertools.chain(
-                    self._saved.items(), *(part.items() for part in self._everyone(mine))
-                )
+                itertools.chain(self._saved.items(), *(part.items() for part in self._everyone(mine)))
             ),
         }
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opacus.errors import raise_if_any
 from opacus.grad_sample.ownership import Slot
 
 __all__ = [
@@ -29,9 +30,19 @@ __all__ = [
     "is_sharded_model",
     "layout_of",
     "local_of",
+    "mode_problems",
     "reshard",
+    "sharded_findings",
     "sharding_problems",
 ]
+
+_RECIPE = "Use grad_sample_mode='bk' (one backward, any loss), or 'ghost_fsdp' with the criterion that make_private returns."
+_MODES = (
+    "bk",
+    "ghost",
+    "ghost_fsdp",
+    "ghost_tp",
+)  # that never need a per-sample gradient of a whole parameter at rest
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -168,13 +179,14 @@ class Homes:
     """
 
     def __init__(self, root: nn.Module) -> None:
+        raise_if_any("the sharded model cannot be trained privately", sharding_problems(root))
         self.root = root
         self.refresh()
 
     def refresh(self) -> None:
         """Look again: modules may have been replaced, or converted to another dtype."""
         reshard(self.root)
-        self.names = {name: p for name, p in self.root.named_parameters()}
+        self.names = dict(self.root.named_parameters())
         self._by_place = {
             (id(module), key): p
             for module in self.root.modules()
@@ -184,7 +196,8 @@ class Homes:
 
     def of(self, slot: Slot) -> nn.Parameter | None:
         """The parameter at rest that hangs where `slot` says."""
-        return self._by_place.get((id(slot.holder), slot.key)) or slot.parameter
+        found = self._by_place.get((id(slot.holder), slot.key))
+        return slot.parameter if found is None else found
 
     def clear_grads(self) -> None:
         """Forget gradients of an earlier step, so that one that appears is known to be of this backward."""
@@ -195,6 +208,32 @@ class Homes:
     def with_plain_gradient(self) -> list[str]:
         """Names of parameters that FSDP gave a gradient of its own."""
         return [name for name, p in self.names.items() if p.requires_grad and p.grad is not None]
+
+
+def sharded_findings(model: nn.Module, grad_sample_mode: str) -> list[str]:
+    """What keeps a sharded model from being trained privately in this mode, a sentence each."""
+    problems = mode_problems(model, grad_sample_mode) + sharding_problems(model)
+    ranks: dict[Any, int] = {}
+    for p in model.parameters():
+        mesh = getattr(p, "device_mesh", None)
+        if mesh is not None:
+            ranks.update({axis: mesh.size(d) for d, axis in enumerate(axes_of(mesh))})
+    world = torch.distributed.get_world_size()
+    if math.prod(ranks.values()) != world:
+        problems.append(
+            f"the model's mesh has {math.prod(ranks.values())} ranks, torch.distributed runs {world}: records are dealt out to all of "
+            "them. Shard over all ranks (a mesh with a second axis repeats the model: HSDP)."
+        )
+    return problems
+
+
+def mode_problems(model: nn.Module, grad_sample_mode: str) -> list[str]:
+    """Modes that leave per-sample gradients on parameters cannot work where a rank holds parts of them."""
+    if grad_sample_mode in _MODES or not is_sharded_model(model):
+        return []
+    return [
+        f"grad_sample_mode {grad_sample_mode!r} keeps a gradient of each sample on each parameter, but the model is sharded. {_RECIPE}"
+    ]
 
 
 def sharding_problems(model: nn.Module, model_axes: Collection[Any] = ()) -> list[str]:
@@ -227,7 +266,9 @@ def sharding_problems(model: nn.Module, model_axes: Collection[Any] = ()) -> lis
                 )
             placement = p.placements[d]  # type: ignore[attr-defined]
             if placement.is_partial():
-                problems.append(f"{name} is a partial sum over mesh axis {axis!r}; it must be sharded or repeated.")
+                problems.append(
+                    f"{name} is a partial sum over mesh axis {axis!r}; it must be sharded or repeated."
+                )
             if axis not in model_axes and not placement.is_replicate():
                 cuts.append(axis)
         if len(cuts) > 1:

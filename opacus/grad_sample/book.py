@@ -301,11 +301,10 @@ class Book:
         self._watched.clear()
 
     def inside(self) -> set[int]:
-        """Ids of the model's parameters, as the optimizer has to hold them."""
-        if self.homes is None:
-            return {id(p) for p in all_parameters(self.root)}
-        self.homes.refresh()
-        return {id(p) for p in self.homes.names.values()}
+        """Ids of the parameters that calls are captured of, as the optimizer has to hold them."""
+        if self.homes is not None:
+            self.homes.refresh()
+        return {id(p) for p in self.parameters()}
 
     def _used_outside(self) -> list[str]:
         if self.homes is not None:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from opacus.distributed.sharding import mode_problems
 from opacus.errors import ConfigurationError, raise_if_any
 from opacus.grad_sample.accumulate import create_or_accumulate_grad_sample, promote_current_grad_sample
 from opacus.grad_sample.book import Book
@@ -20,6 +21,7 @@ from opacus.grad_sample.embedding import mixing_options
 from opacus.grad_sample.functorch import FUNCTORCH, prepare_layer
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
 from opacus.grad_sample.instantiate import Instantiate
+from opacus.grad_sample.isolation import can_probe
 from opacus.grad_sample.owners import OwnerRule, Owners, index_problems
 from opacus.grad_sample.ownership import layers_with_parameters, slots
 from opacus.grad_sample.selection import GRAD_SAMPLERS, rule_for
@@ -83,6 +85,8 @@ class GradSampleHooks(AbstractGradSampleHooks):
 
     def _start(self, batch_first: bool, loss_reduction: str, force_functorch: bool) -> None:
         policy = self._make_policy(loss_reduction, force_functorch)
+        if not isinstance(policy, Book):
+            raise_if_any("per-sample gradients cannot be set up", mode_problems(self._module, "hooks"))
         capture = Capture(
             self._module,
             policy,
@@ -90,7 +94,7 @@ class GradSampleHooks(AbstractGradSampleHooks):
             loss_reduction=loss_reduction,
             detach_weights=isinstance(policy, Book),
             keeps_attached=policy.keeps_attached if isinstance(policy, Book) else None,
-            check_isolation=self.strict,
+            check_isolation=self.strict and can_probe(self._module),
         )
         try:
             capture.attach()

@@ -136,7 +136,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         """
         parameters, norms = self.book.norms()
         by_device: dict[torch.device, list[Tensor]] = {}
-        for p, norm_B in zip(parameters, norms, strict=True):
+        for norm_B in norms:
             by_device.setdefault(norm_B.device, []).append(norm_B)
         return total_norms(by_device, Placement(parameters).reduction_device)
 

@@ -211,6 +211,7 @@ class AdaClipDPOptimizer(DPOptimizer):
         home = Placement(self.params, reduction_device=self.reduction_device).reduction_device
         bound = self._bound_on(home, torch.float32)
         count = self._centred_count if self._centred_count is not None else bound.new_zeros(())
+        count = self.sum_over_ranks(count)
         if self.noise_multiplier > 0:
             noise = self.noise_stream().normal((), self.unclipped_num_std, count.device, count.dtype)
             count = count + noise

@@ -144,7 +144,7 @@ class BookedSums:
 
         return factor_of
 
-    def _add(self, parameter: nn.Parameter, total: Tensor) -> None:
+    def _add(self, parameter: Tensor, total: Tensor) -> None:
         earlier = self._fresh.get(id(parameter))
         self._fresh[id(parameter)] = total if earlier is None else earlier.add_(total)
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from opacus.devices import FactorCopies, NoiseStream, Placement, computing_device, total_norms
+from opacus.devices import FactorCopies, NoiseStream, Placement, total_norms
+from opacus.distributed.scatter import sum_over_data_ranks
 from opacus.distributed.shard_noise import ShardNoise
 from opacus.distributed.sharding import as_gradient, is_sharded, local_of
 from opacus.errors import PerSampleGradientError, raise_if_any
@@ -374,12 +375,12 @@ class DPOptimizer(Optimizer):
         Returns:
             `[B]` factors for each parameter, on its device.
         """
-        norm_B = total_norms(by_device(parameters, norms), reduction_device)
+        norm_B = total_norms(by_device(norms), reduction_device)
         self._count_nonfinite(norm_B)
         if weight_B is not None:
             weight_B = weight_B.to(reduction_device)
         copies = FactorCopies(self.factor_of(norm_B, weight_B))
-        return [copies.on(computing_device(p)) for p in parameters]
+        return [copies.on(norm.device) for norm in norms]
 
     def factor_of(self, norm_B: Tensor, weight_B: Tensor | None) -> Tensor:
         """Clip factors `[B]` for per-sample norms `[B]` of the whole gradient."""
@@ -399,15 +400,16 @@ class DPOptimizer(Optimizer):
         sums = [summed for p in parameters if (summed := _summed(p)) is not None]
         if len(sums) != len(parameters):
             raise ValueError("add_noise() needs clipped sums: call clip_and_accumulate() first")
+        draw = stream.normal_for if isinstance(stream, ShardNoise) else _drawn_from(stream)
         noisy: list[Tensor] = []
         for p, summed in zip(parameters, sums, strict=True):
             dtype = sq_norm_dtype(summed)
             if stream is None:
                 noisy.append(summed.to(dtype, copy=True))
             elif isinstance(std, float):
-                noisy.append(_drawn(stream, p, summed, std, dtype))
+                noisy.append(draw(p, summed, std, dtype))
             else:
-                noisy.append(_drawn(stream, p, summed, 1.0, dtype).mul_(std.on(summed.device, dtype)))
+                noisy.append(draw(p, summed, 1.0, dtype).mul_(std.on(summed.device, dtype)))
         if stream is not None:
             for group in _alike(noisy, sums):
                 torch._foreach_add_(*group)
@@ -416,7 +418,7 @@ class DPOptimizer(Optimizer):
                 p.summed_grad = None  # type: ignore[attr-defined]
         for p, total in zip(parameters, noisy, strict=True):
             rounded = total.to(p.dtype)
-            p.grad = as_gradient(rounded, p)
+            p.grad = rounded if type(p) is nn.Parameter else as_gradient(rounded, p)
             if rounded is not total:  # keep what rounding lost until scale_grad is done
                 self._unrounded[id(p)] = (p.grad, total)
 
@@ -434,6 +436,13 @@ class DPOptimizer(Optimizer):
                 home = Placement(self.params, reduction_device=self.reduction_device).reduction_device
                 self._noise = NoiseStream(self.generator, home)
         return self._noise
+
+    def sum_over_ranks(self, value: Tensor) -> Tensor:
+        """What all ranks' samples add up to, of a value that each rank computed from its own; `value` itself in one process."""
+        if not any(map(is_sharded, self.params)):
+            return value
+        axes = self._booked.book.model_axes if self._booked is not None else ()
+        return sum_over_data_ranks(value, self.params, axes)
 
     def scale_grad(self) -> None:
         """Divide `grad` by the expected batch size where the loss is a mean over samples.
@@ -453,7 +462,7 @@ class DPOptimizer(Optimizer):
             if held is not None and held[0] is p.grad:
                 p.grad = as_gradient(held[1].div_(divisor).to(p.dtype), p)
             else:
-                whole.append(local_of(p.grad))
+                whole.append(p.grad if type(p.grad) is Tensor else local_of(p.grad))
         for (grads,) in _alike(whole):
             torch._foreach_div_(grads, divisor)
 
@@ -621,33 +630,23 @@ class DPOptimizer(Optimizer):
         return f"{type(self).__name__}({self.original_optimizer!r})"
 
 
-def _drawn(
-    stream: NoiseStream | SecureNoise | ShardNoise,
-    p: nn.Parameter,
-    summed: Tensor,
-    std: float,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Noise for one parameter's clipped sum, or for this rank's part of it."""
-    if isinstance(stream, ShardNoise):
-        return stream.normal_for(p, summed.shape, std, summed.device, dtype)
-    return stream.normal(summed.shape, std, summed.device, dtype)
+def _drawn_from(stream: Any) -> Callable[[Any, Tensor, float, torch.dtype], Tensor]:
+    """`ShardNoise.normal_for`, of a stream that does not ask whose the noise is."""
+    return lambda p, like, std, dtype: stream.normal(like.shape, std, like.device, dtype)
 
 
 def _summed(p: nn.Parameter) -> Tensor | None:
     return getattr(p, "summed_grad", None)
 
 
-def by_device(
-    parameters: Sequence[nn.Parameter], norms: Sequence[Tensor]
-) -> dict[torch.device, list[Tensor]]:
+def by_device(norms: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
     """Norms by device, in the widest dtype among them, so that devices can be added."""
     dtype = torch.float32
     for norm in norms:
         dtype = torch.promote_types(dtype, norm.dtype)
     grouped: dict[torch.device, list[Tensor]] = {}
-    for p, norm in zip(parameters, norms, strict=True):
-        grouped.setdefault(computing_device(p), []).append(norm.to(dtype))
+    for norm in norms:
+        grouped.setdefault(norm.device, []).append(norm.to(dtype))
     return grouped
 
 

@@ -119,7 +119,7 @@ class DPPerLayerOptimizer(DPOptimizer):
                 f"max_grad_norm has {len(max_grad_norms)} bounds, but {len(everything)} parameters require grad now: set it to "
                 "a list with one for each"
             )
-        for norms_there in by_device(parameters, norms).values():
+        for norms_there in by_device(norms).values():
             self._count_nonfinite(torch.stack(norms_there))
         bounds = {id(p): bound for p, bound in zip(everything, max_grad_norms, strict=True)}
         return [

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from opacus.distributed.sharding import is_sharded_model
 from opacus.errors import ConfigurationError
 from opacus.grad_sample.owners import RowsPerSample
 from opacus.utils.collate import CollateFnWithEmpty
@@ -33,9 +34,14 @@ class IsolationRequest:
         self.isolation_loss = isolation_loss
         self.criterion = criterion
 
-    def problems(self) -> list[str]:
+    def problems(self, module: Any) -> list[str]:
         """What is wrong with the arguments, a sentence each."""
         problems = []
+        if self.wanted is True and isinstance(module, nn.Module) and is_sharded_model(module):
+            problems.append(
+                "check_isolation cannot run on a sharded model: run opacus.testing.check_sample_isolation on the model before it is "
+                "sharded (a small one of the same class does), and leave check_isolation out."
+            )
         if not isinstance(self.wanted, bool):
             problems.append(f"check_isolation must be True or False, not {self.wanted!r}.")
         if self.isolation_loss is not None and not callable(self.isolation_loss):
