@@ -255,8 +255,10 @@ class Book:
         self._factor_of = factor_of
 
     def clipped(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Ghost, after the second pass: the clipped sum of each parameter that was used."""
-        return [(uses.parameter, uses.clipped) for uses in self._uses.values() if uses.clipped is not None]
+        """Ghost, after the second pass: the clipped sum of each parameter that was used; given away."""
+        found = [(uses.parameter, uses.clipped) for uses in self._uses.values() if uses.clipped is not None]
+        self._uses.clear()
+        return found
 
     # ------------------------------------------------------------- nets
 

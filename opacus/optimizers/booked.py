@@ -100,6 +100,7 @@ class BookedSums:
     ) -> None:
         if book.homes is not None:
             sums = Sums(formed, blocks, factors)
+            del formed  # so that each is given back as it leaves
             reduce_to_shards(self._in_order(), sums.of, self._add, model_axes=book.model_axes)
             return
         for parameter, total in itertools.chain(formed, clipped_sums(blocks, factors)):
