@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from opacus.devices import Placement, computing_device
 from opacus.distributed.scatter import reduce_to_shards
-from opacus.distributed.sharding import local_of
+from opacus.distributed.sharding import is_fsdp, local_of
 from opacus.errors import PerSampleGradientError, raise_if_any
 from opacus.grad_sample.blocks import Block, clipped_sums
 from opacus.grad_sample.book import Book
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from opacus.optimizers.optimizer import DPOptimizer
 
 __all__ = ["BookedSums"]
+
+
+_SHARDED_SINCE = "; was it sharded since? Shard first, opacus.distributed.fsdp.fsdp2_wrap(model, optimizer), then call make_private"
 
 
 class Sums:
@@ -172,12 +175,12 @@ class BookedSums:
                 "per-sample gradients are not there: no backward pass was captured since the last step. Call "
                 "loss.backward() on the output of the private module before step(), and check that its hooks are enabled."
             )
-        inside = book.inside()
+        inside, sharded = book.inside(), is_fsdp(book.root)
         raise_if_any(
             "step() cannot go on",
             [
                 f"{describe(optimizer, p)} is not part of the model that was made private (were layers or adapters replaced "
-                "since?), so an update would not be private."
+                f"since?{_SHARDED_SINCE if sharded else ''}), so an update would not be private."
                 for p in optimizer.params
                 if id(p) not in inside
             ],
