@@ -11,6 +11,7 @@ takes them as they are, on one process. Frozen layers may be offloaded; trainabl
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
@@ -90,7 +91,7 @@ def prepare_private(
             [f"grad_sample_mode is {grad_sample_mode!r}; choose 'bk' or 'hooks', which take any loss."],
         )
     spread = _spread(accelerator, model, optimizer)
-    start = privacy_engine.make_private
+    start: Callable[..., Any] = privacy_engine.make_private
     if "target_epsilon" in options:
         start = privacy_engine.make_private_with_epsilon
     hooks, private_optimizer, private_loader = start(
@@ -106,7 +107,8 @@ def prepare_private(
             model
         )  # moves it, unless it has a device map, and casts as mixed precision asks
     else:
-        _run_in_mixed_precision(accelerator, model)
+        if not accelerator.is_fsdp2:  # there the plugin's policy casts
+            _run_in_mixed_precision(accelerator, model)
         accelerator._models.append(spread)
     if private_optimizer.state:  # of an optimizer used before the model was placed
         private_optimizer.load_state_dict(private_optimizer.state_dict())
@@ -154,8 +156,8 @@ def _problems(accelerator: Any, model: Any, optimizer: Any, data_loader: Any) ->
             "accounting. Set it to 1, give the loader the whole batch size, and split batches with BatchMemoryManager."
         )
     kind = accelerator.distributed_type
-    if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
-        problems.append("FSDP version 1 is not supported: FullyShardedDataParallelPlugin(fsdp_version=2).")
+    if kind == DistributedType.FSDP:
+        problems += _plugin_problems(accelerator.state.fsdp_plugin)
     refused = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
     if kind in refused:
         problems.append(
@@ -171,12 +173,48 @@ def _spread(accelerator: Any, model: nn.Module, optimizer: Optimizer) -> nn.Modu
     if accelerator.num_processes == 1:
         return model
     if accelerator.is_fsdp2:
-        raise NotImplementedError
+        from opacus.distributed.fsdp import fsdp2_wrap
+
+        return fsdp2_wrap(model, optimizer, **_sharding(accelerator))
     from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 
     if getattr(model, "hf_device_map", None) is None:
         model.to(accelerator.device)
     return DifferentiallyPrivateDistributedDataParallel(model)
+
+
+def _sharding(accelerator: Any) -> dict[str, Any]:
+    """What the accelerator's FSDP plugin asks for, in the words of `fsdp2_wrap`."""
+    plugin, mesh = accelerator.state.fsdp_plugin, accelerator.torch_device_mesh
+    chosen: dict[str, Any] = {"reshard_after_forward": bool(plugin.reshard_after_forward)}
+    if mesh is not None:
+        chosen["mesh"] = mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
+    if plugin.mixed_precision_policy is not None:
+        chosen["mp_policy"] = plugin.mixed_precision_policy
+    if plugin.cpu_offload:
+        chosen["offload_policy"] = plugin.cpu_offload
+    names = plugin.transformer_cls_names_to_wrap
+    if names:
+        chosen["units"] = lambda path, module: type(module).__name__ in names
+    return chosen
+
+
+def _plugin_problems(plugin: Any) -> list[str]:
+    problems = []
+    if plugin.fsdp_version != 2:
+        problems.append("FSDP version 1 is not supported: FullyShardedDataParallelPlugin(fsdp_version=2).")
+    if plugin.cpu_ram_efficient_loading:
+        problems.append(
+            "cpu_ram_efficient_loading is set, by which ranks other than the first hold no weights: set it to False and load the model "
+            "on every rank."
+        )
+    if plugin.activation_checkpointing:
+        problems.append(
+            "activation_checkpointing is set in the FSDP plugin: call model.gradient_checkpointing_enable() in its place."
+        )
+    if plugin.ignored_modules is not None:
+        problems.append("ignored_modules is set in the FSDP plugin: shard the model with fsdp2_wrap, and call make_private.")
+    return problems
 
 
 def _run_in_mixed_precision(accelerator: Any, model: nn.Module) -> None:
@@ -192,7 +230,7 @@ def _run_in_mixed_precision(accelerator: Any, model: nn.Module) -> None:
         with accelerator.autocast():
             return plain(*args, **kwargs)
 
-    model.forward = convert_outputs_to_fp32(forward)  # type: ignore[method-assign]
+    model.forward = convert_outputs_to_fp32(forward)
 
 
 def _placed(accelerator: Any, loader: Any) -> Any:
