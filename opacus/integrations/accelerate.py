@@ -213,7 +213,9 @@ def _plugin_problems(plugin: Any) -> list[str]:
             "activation_checkpointing is set in the FSDP plugin: call model.gradient_checkpointing_enable() in its place."
         )
     if plugin.ignored_modules is not None:
-        problems.append("ignored_modules is set in the FSDP plugin: shard the model with fsdp2_wrap, and call make_private.")
+        problems.append(
+            "ignored_modules is set in the FSDP plugin: shard the model with fsdp2_wrap, and call make_private."
+        )
     return problems
 
 

@@ -103,7 +103,9 @@ def update_error(kind: str, *, warm: bool) -> tuple[float, int]:
     model, optimizer, _, _ = prepare_private(
         accelerator, model, optimizer, loader, privacy_engine=engine, **settings()
     )
-    train(model, optimizer, shares(accelerator.process_index, accelerator.num_processes), accelerator.backward)
+    train(
+        model, optimizer, shares(accelerator.process_index, accelerator.num_processes), accelerator.backward
+    )
     wanted = one_process(warm)
     if hasattr(plain, "reshard"):
         plain.reshard()
