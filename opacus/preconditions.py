@@ -14,6 +14,8 @@ from opacus.distributed.sharding import is_sharded_model, sharded_findings
 from opacus.grad_sample import AbstractGradSampleModule, get_gsm_class, get_hooks_class
 from opacus.grad_sample.capture import refuse_if_captured
 from opacus.grad_sample.owners import rows_per_sample_problems
+from opacus.grad_sample.tensor_axis import TensorAxis
+from opacus.grad_sample.tensor_parallel import tensor_parallel_problems
 from opacus.optimizers import DPOptimizer, get_optimizer_class
 from opacus.utils.fast_gradient_clipping_utils import criterion_problems
 from opacus.utils.sample_rate import loader_problems
@@ -60,7 +62,8 @@ def make_private_findings(
         if isinstance(optimizer, Optimizer):
             problems += _optimizer_findings(module, optimizer)
         if is_sharded_model(module):
-            problems += sharded_findings(module, grad_sample_mode)
+            problems += tensor_parallel_problems(module)
+            problems += sharded_findings(module, grad_sample_mode, TensorAxis(module).names)
     problems += _refusal(get_gsm_class if wrap_model else get_hooks_class, grad_sample_mode)
     if grad_sample_mode in TWO_PASSES:
         problems += criterion_problems(criterion, loss_reduction)

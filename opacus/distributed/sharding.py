@@ -173,13 +173,14 @@ class Homes:
 
     Args:
         root: the model.
+        model_axes: names of the mesh axes that are tensor parallel.
 
     Raises:
         ConfigurationError: as `sharding_problems`.
     """
 
-    def __init__(self, root: nn.Module) -> None:
-        raise_if_any("the sharded model cannot be trained privately", sharding_problems(root))
+    def __init__(self, root: nn.Module, model_axes: Collection[Any] = ()) -> None:
+        raise_if_any("the sharded model cannot be trained privately", sharding_problems(root, model_axes))
         self.root = root
         self.refresh()
 
@@ -210,9 +211,9 @@ class Homes:
         return [name for name, p in self.names.items() if p.requires_grad and p.grad is not None]
 
 
-def sharded_findings(model: nn.Module, grad_sample_mode: str) -> list[str]:
+def sharded_findings(model: nn.Module, grad_sample_mode: str, model_axes: Collection[Any] = ()) -> list[str]:
     """What keeps a sharded model from being trained privately in this mode, a sentence each."""
-    problems = mode_problems(model, grad_sample_mode) + sharding_problems(model)
+    problems = mode_problems(model, grad_sample_mode) + sharding_problems(model, model_axes)
     ranks: dict[Any, int] = {}
     for p in model.parameters():
         mesh = getattr(p, "device_mesh", None)

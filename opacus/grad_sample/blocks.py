@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from opacus.grad_sample.kept import Kept, KeptPositions, KeptProduct, KeptRows, rows_of, sq_norms
 from opacus.grad_sample.products import scaled_products
+from opacus.grad_sample.tensor_axis import TensorAxis
 
 __all__ = ["Block", "clipped_sums", "is_small", "joined", "take_norms"]
 
@@ -29,13 +30,17 @@ class Block:
 
     Attributes:
         parameters: at least one; all on one device.
+        shapes: of their gradients (tensor parallel: of this rank's pieces).
         kept: whose sum is the gradient. For several parameters: one entry, their gradients side by side.
         norm_B: `[B]`, L2 norm of each sample's gradient with respect to the block; its square until `take_norms` is done.
+        split: tensor parallel: whether they are pieces, of which every rank of the axis holds another.
     """
 
     parameters: list[nn.Parameter]
+    shapes: list[torch.Size]
     kept: list[Kept]
     norm_B: Tensor | None = None
+    split: bool = False
 
     def clipped(self, factor_B: Tensor) -> list[Tensor]:
         """One clipped sum for each parameter; what was kept is given back."""
@@ -43,9 +48,9 @@ class Block:
         while self.kept:  # what is summed is given back at once
             total.add_(self.kept.pop().clipped(factor_B))
         if len(self.parameters) == 1:
-            return [total.view(self.parameters[0].shape)]
-        parts = total.split([parameter.numel() for parameter in self.parameters])
-        return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+            return [total.view(self.shapes[0])]
+        parts = total.split([shape.numel() for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
 def is_small(use: Kept) -> bool:
@@ -53,17 +58,27 @@ def is_small(use: Kept) -> bool:
     return isinstance(use, (KeptRows, KeptPositions)) and use.width <= 2**17
 
 
-def joined(parameters: list[nn.Parameter], uses: list[Kept]) -> Block:
+def joined(
+    parameters: list[nn.Parameter], shapes: list[torch.Size], uses: list[Kept], split: bool = False
+) -> Block:
     """Small gradients of one device side by side: one norm and one product for all of them."""
     rows = [use.matrix() for use in rows_of(uses)]  # type: ignore[arg-type]  # is_small told so
     together = KeptRows(torch.cat(rows, dim=1) if len(rows) > 1 else rows[0])
-    return Block(parameters, [together], together.sq_norm())
+    return Block(parameters, shapes, [together], together.sq_norm(), split)
 
 
-def take_norms(blocks: Sequence[Block], scale: float) -> None:
-    """Fill in norms that no one took before, and turn squared norms into `scale` times norms, in few launches."""
+def take_norms(blocks: Sequence[Block], scale: float, axis: TensorAxis) -> None:
+    """Fill in norms that no one took before, and turn squared norms into `scale` times norms, in few launches.
+
+    Args:
+        axis: whose ranks hold pieces of some blocks; norms become those of the whole.
+    """
     late = [block for block in blocks if block.norm_B is None]
     for block, sq_norm_B in zip(late, sq_norms([block.kept for block in late]), strict=True):
+        block.norm_B = sq_norm_B
+    squared = [block.norm_B for block in blocks if block.norm_B is not None]
+    split, first = [block.split for block in blocks], [block.parameters[0] for block in blocks]
+    for block, sq_norm_B in zip(blocks, axis.whole(squared, split, first), strict=True):
         block.norm_B = sq_norm_B
     by_device: dict[tuple[torch.device, torch.dtype], list[Block]] = {}
     for block in blocks:

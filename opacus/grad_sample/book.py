@@ -16,7 +16,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from opacus.grad_sample.kept import Kept, KeptElsewhere, KeptRows, KeptWithNorm,
 from opacus.grad_sample.ownership import Slot, all_parameters
 from opacus.grad_sample.routes import Route
 from opacus.grad_sample.selection import norms_by_user, rule_for
+from opacus.grad_sample.tensor_axis import TensorAxis, add_rows
 from opacus.grad_sample.verification import disagreement, expected_rounding, noting, unverifiable
 
 __all__ = ["Book"]
@@ -50,9 +51,11 @@ class _Uses:
     """What the calls of one backward said about one parameter."""
 
     parameter: nn.Parameter
+    shape: torch.Size  # of the gradient that is found here
     kept: list[Kept] = field(default_factory=list)
     sq_norm_B: Tensor | None = None  # of the first call alone, until a second one comes
     clipped: Tensor | None = None  # ghost, second pass
+    split: bool = False  # tensor parallel: this rank saw a piece of the parameter
     # for verification: the plain sum, the samples' norms, the rounding to expect
     unclipped: Tensor | None = None
     size: Tensor | float = 0.0
@@ -125,9 +128,9 @@ class Book:
         self._settled: set[int] = set()
         self._attached: set[int] = set()  # taking part as usual, to be verified
         self._watched: dict[int, torch.utils.hooks.RemovableHandle] = {}
+        self.axis = TensorAxis(root)
         # FSDP2 shows layers other parameter objects than the optimizer holds
-        self.homes = Homes(root) if is_fsdp(root) else None
-        self.model_axes: frozenset[Any] = frozenset()  # names of the mesh axes that are tensor parallel
+        self.homes = Homes(root, self.axis.names) if is_fsdp(root) else None
         self.watch()
 
     # ------------------------------------------------------ one backward
@@ -146,7 +149,9 @@ class Book:
     def receive(self, path: str, slots: Sequence[Slot], captured: Captured) -> None:
         rule = rule_for(captured.layer, captured.names, force_functorch=self.force_functorch)
         kept = rule.keep(captured, self._route)
-        norms = norms_by_user(captured) or {}
+        norms = norms_by_user(captured)
+        if captured.adds_up is not None:
+            kept = add_rows(kept, captured.adds_up)
         device = captured.outputs[0].device
         with self._lock:
             self.unwrapped_backward |= self.stage == "unwrapped"
@@ -156,14 +161,20 @@ class Book:
                 if parameter is None or slot.name not in kept:
                     continue
                 use = kept[slot.name]
-                _check_shape(f"{path}.{slot.name}", use, parameter, self.n_samples)
-                if parameter in norms:
-                    use = KeptWithNorm(use, norms[parameter])
+                shape = captured.shape_here(slot.name, parameter)
+                _check_shape(f"{path}.{slot.name}", use, shape, self.n_samples)
+                if slot.name in norms:
+                    use = KeptWithNorm(use, norms[slot.name])
                 if device != parameter.device:
                     use = KeptElsewhere(use, device, parameter.device)
                 home = self.homes.of(slot) if self.homes is not None else parameter
                 assert home is not None
-                self._note(self._uses.setdefault(id(home), _Uses(home)), use, captured)
+                uses = self._uses.setdefault(id(home), _Uses(home, shape))
+                piece = captured.pieces.get(slot.name)
+                if piece is not None:
+                    self.axis.check(piece.mesh, f"{path}.{slot.name}")
+                    uses.split = piece.split
+                self._note(uses, use, captured)
 
     def _note(self, uses: _Uses, use: Kept, captured: Captured) -> None:
         key = id(uses.parameter)
@@ -208,20 +219,29 @@ class Book:
             join: all small gradients of a device are one block.
         """
         blocks: list[Block] = []
-        small: dict[torch.device, tuple[list[nn.Parameter], list[Kept]]] = {}
+        small: dict[tuple[torch.device, bool], list[_Uses]] = {}
+        # the ranks of a tensor-parallel axis compare parameters one by one, once
+        join = join and self.axis.agrees_on(wanted & self._uses.keys())
         for key, uses in self._uses.items():
             if not uses.kept or key not in wanted:
                 continue
             alone = len(uses.kept) == 1
             if join and alone and is_small(uses.kept[0]):
-                parameters, kept = small.setdefault(computing_device(uses.parameter), ([], []))
-                parameters.append(uses.parameter)
-                kept.append(uses.kept[0])
+                small.setdefault((computing_device(uses.parameter), uses.split), []).append(uses)
             else:
-                blocks.append(Block([uses.parameter], uses.kept, uses.sq_norm_B if alone else None))
+                sq_norm_B = uses.sq_norm_B if alone else None
+                blocks.append(Block([uses.parameter], [uses.shape], uses.kept, sq_norm_B, uses.split))
         self._uses.clear()  # the blocks hold what was kept, until it is summed
-        blocks += [joined(parameters, kept) for parameters, kept in small.values()]
-        take_norms(blocks, self.scale)
+        blocks += [
+            joined(
+                [uses.parameter for uses in group],
+                [uses.shape for uses in group],
+                [uses.kept[0] for uses in group],
+                split,
+            )
+            for (_, split), group in small.items()
+        ]
+        take_norms(blocks, self.scale, self.axis)
         return blocks
 
     def norms(self) -> tuple[list[nn.Parameter], list[Tensor]]:
@@ -230,13 +250,16 @@ class Book:
         Whatever was kept to find them is dropped. After the second pass they are still those of the first.
         """
         if self._uses:
-            parameters, norms = [], []
+            parameters, squared, norms = [], [], []
             for uses in self._uses.values():
                 uses.forget_kept()
                 assert uses.sq_norm_B is not None
-                uses.parameter._norm_sample = uses.sq_norm_B.sqrt() * self.scale  # type: ignore[attr-defined]
                 parameters.append(uses.parameter)
-                norms.append(uses.parameter._norm_sample)  # type: ignore[attr-defined]
+                squared.append(uses.sq_norm_B)
+            squared = self.axis.whole(squared, [uses.split for uses in self._uses.values()], parameters)
+            for parameter, sq_norm_B in zip(parameters, squared, strict=True):
+                parameter._norm_sample = sq_norm_B.sqrt() * self.scale  # type: ignore[attr-defined]
+                norms.append(parameter._norm_sample)  # type: ignore[attr-defined]
             self._norms = parameters, norms
         return self._norms
 
@@ -363,13 +386,13 @@ class Book:
         self._plain.clear()
 
 
-def _check_shape(where: str, use: Kept, parameter: nn.Parameter, n_samples: int) -> None:
+def _check_shape(where: str, use: Kept, shape: torch.Size, n_samples: int) -> None:
     """A user's grad sampler may have returned anything."""
-    if isinstance(use, KeptRows) and use.grad_B.shape != (n_samples, *parameter.shape):
+    if isinstance(use, KeptRows) and use.grad_B.shape != (n_samples, *shape):
         raise PerSampleGradientError(
             "a grad sampler returned the wrong shape",
             [
-                f"{where}: {tuple(use.grad_B.shape)} for {n_samples} samples and a parameter of shape {tuple(parameter.shape)}; a "
+                f"{where}: {tuple(use.grad_B.shape)} for {n_samples} samples and a parameter of shape {tuple(shape)}; a "
                 "sampler returns [B, *parameter.shape]."
             ],
         )

@@ -30,6 +30,7 @@ from opacus.grad_sample.captured import Captured
 from opacus.grad_sample.isolation import Probe, can_probe
 from opacus.grad_sample.owners import MISSING_INDEX, OwnerRule, Owners
 from opacus.grad_sample.ownership import Slot, layers_with_parameters
+from opacus.grad_sample.pieces import Piece, local_calls, pieces_of
 from opacus.grad_sample.rows import (
     RowCount,
     bags_of,
@@ -326,6 +327,7 @@ class Capture:
             return None
         allowed = bags_of(layer, args, kwargs, self.rows.allowed)
         call = _Call(self, path, layer, slots, names, structure, differentiable, allowed, self._owners_now())
+        call.pieces = pieces_of(path, slots, names)
         saved = []
         for leaf in inputs:
             if isinstance(leaf, Tensor):
@@ -409,16 +411,21 @@ class Capture:
             raise _used_twice(call.where)
         call.spent_by = backward
         captured = self._assemble(call, saved, grads, backward)
+        parts = [captured] if call.pieces is None else local_calls(captured, call.pieces, call.path)
         device_type = grads[0].device.type
         paused, self._local.paused = getattr(self._local, "paused", False), True
         try:
             if torch.is_autocast_enabled(device_type):
                 with torch.autocast(device_type, enabled=False):
-                    self.policy.receive(call.path, call.slots, captured)
+                    self._hand_over(call, parts)
             else:
-                self.policy.receive(call.path, call.slots, captured)
+                self._hand_over(call, parts)
         finally:
             self._local.paused = paused
+
+    def _hand_over(self, call: _Call, parts: Sequence[Captured]) -> None:
+        for part in parts:
+            self.policy.receive(call.path, call.slots, part)
 
     def _trains_now(self, call: _Call) -> bool:
         """False in `torch.autograd.grad(loss, inputs)`: gradients of inputs (adversarial examples) train nothing."""
@@ -533,6 +540,7 @@ class _Call:
         # of this forward: another one, with another batch, may run before the backward
         self.padded_to: int | None = getattr(layer, "max_batch_len", None)
         self.leaves: list[Any] = []
+        self.pieces: dict[str, Piece] | None = None
         self.spent_by: _Backward | None = None
 
     @property

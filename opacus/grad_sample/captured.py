@@ -8,12 +8,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from opacus.errors import PerSampleGradientError
 from opacus.grad_sample.owners import Owners
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from opacus.grad_sample.pieces import Piece
 
 __all__ = ["Captured", "Owners", "bind"]
 
@@ -32,6 +38,9 @@ class Captured:
         batch_dim_of: the batch dimension of an input tensor.
         output_index: for a call with several outputs, the positions (among the output's tensor leaves)
             that `outputs` belong to.
+        pieces: tensor parallel: by name, this rank's pieces of the parameters (`pieces.py`); the tensors are what they need.
+        adds_up: tensor parallel: the axis over whose ranks the positions of a call are split, so that a sample's gradient is
+            the sum of what they find.
     """
 
     layer: Any  # an nn.Module; its attributes are those of its kind
@@ -43,6 +52,8 @@ class Captured:
     batch_dim_of: Callable[[Tensor], int] = lambda tensor: 0
     output_index: tuple[int, ...] = (0,)
     scale: float = 1.0
+    pieces: Mapping[str, Piece] = field(default_factory=dict)
+    adds_up: DeviceMesh | None = None
     _bound: dict[str, Any] | None = field(default=None, repr=False)
 
     def scaled(self) -> Captured:
@@ -105,6 +116,10 @@ class Captured:
         """`tensor` with its batch dimension in front (a view)."""
         dim = self.batch_dim_of(tensor)
         return tensor.transpose(0, dim) if dim else tensor
+
+    def shape_here(self, name: str, parameter: Tensor) -> torch.Size:
+        """Shape of the gradient that this rank finds for the parameter `name`."""
+        return self.pieces[name].shape if name in self.pieces else parameter.shape
 
     def trains(self, name: str) -> bool:
         """Whether the parameter `name` was trainable when the layer was called."""

@@ -25,6 +25,7 @@ from opacus.grad_sample.isolation import can_probe
 from opacus.grad_sample.owners import OwnerRule, Owners, index_problems
 from opacus.grad_sample.ownership import layers_with_parameters, slots
 from opacus.grad_sample.selection import GRAD_SAMPLERS, rule_for
+from opacus.grad_sample.tensor_parallel import agreement_check, tensor_mesh, tensor_parallel_problems
 
 __all__ = [
     "GradSampleHooks",
@@ -64,6 +65,7 @@ class GradSampleHooks(AbstractGradSampleHooks):
     """
 
     GRAD_SAMPLERS = GRAD_SAMPLERS
+    _agreeing: Any = None  # tensor parallel: the hook that compares the ranks' batches
     MODE_OPTIONS: ClassVar[tuple[str, ...]] = ()  # attributes that a mode needs before it starts
 
     def __init__(
@@ -126,6 +128,10 @@ class GradSampleHooks(AbstractGradSampleHooks):
         """Before each forward, as layers may have been unfrozen, added or replaced since."""
         policy = self.policy
         self._watching = self._module.register_forward_pre_hook(lambda module, args: policy.watch())
+        mesh = tensor_mesh(self._module)
+        if mesh is not None:
+            check = agreement_check(mesh, self.strict)
+            self._agreeing = self._module.register_forward_pre_hook(check, prepend=True, with_kwargs=True)
 
     def add_hooks(
         self, *, loss_reduction: str = "mean", batch_first: bool = True, force_functorch: bool = False
@@ -152,6 +158,8 @@ class GradSampleHooks(AbstractGradSampleHooks):
         self.capture.detach()
         self.policy.close()
         self._watching.remove()
+        if self._agreeing is not None:
+            self._agreeing.remove()
         vars(self._holder()).pop("autograd_grad_sample_hooks", None)
         for layer in self._module.modules():
             vars(layer).pop("ft_compute_sample_grad", None)
@@ -428,6 +436,7 @@ def check_arguments(m: nn.Module, loss_reduction: str) -> None:
             for path, module in m.named_modules()
             if isinstance(module, nn.DataParallel)
         ]
+        problems += tensor_parallel_problems(m)
     if loss_reduction not in ("mean", "sum"):
         problems.append(f"loss_reduction must be 'mean' or 'sum', not {loss_reduction!r}.")
     if problems:

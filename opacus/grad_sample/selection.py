@@ -28,16 +28,21 @@ NORM_SAMPLERS: dict[type[nn.Module], GradSampler] = {}
 BUILT_IN_NORMS: dict[type[nn.Module], GradSampler] = {}
 
 
-def norms_by_user(captured: Captured) -> dict[nn.Parameter, Tensor] | None:
-    """Norms `[B]` from a norm sampler that the user registered for the layer's class, if there is one."""
+def norms_by_user(captured: Captured) -> dict[str, Tensor]:
+    """Norms `[B]`, by name, from a norm sampler that the user registered for the layer's class, if there is one."""
     sampler = NORM_SAMPLERS.get(type(captured.layer))
     if (
         sampler is None
         or BUILT_IN_NORMS.get(type(captured.layer)) is sampler
         or captured.owners.rows_each != 1
     ):
-        return None
-    return dict(sampler(captured.layer, captured.inputs, captured.backprops))
+        return {}
+    found = sampler(captured.layer, captured.inputs, captured.backprops)
+    return {
+        slot.name: found[slot.parameter]
+        for slot in slots(captured.layer)
+        if slot.parameter is not None and slot.parameter in found
+    }
 
 
 def rule_for(layer: nn.Module, names: tuple[str, ...], *, force_functorch: bool = False) -> Rule:

@@ -46,10 +46,13 @@ def get_optimizer_class(
     Raises:
         ValueError: if there is no such combination.
     """
-    if grad_sample_mode == "ghost_fsdp":  # what is reduced is reduced before any optimizer sees it
+    if grad_sample_mode in (
+        "ghost_fsdp",
+        "ghost_tp",
+    ):  # what is reduced is reduced before any optimizer sees it
         distributed = False
     chosen = _CLASSES.get((clipping, distributed))
-    if chosen is DPOptimizer and grad_sample_mode == "ghost_fsdp":
+    if chosen is DPOptimizer and grad_sample_mode in ("ghost_fsdp", "ghost_tp"):
         return FSDPOptimizerFastGradientClipping
     if chosen is DPOptimizer and grad_sample_mode == "ghost":
         chosen = DPOptimizerFastGradientClipping

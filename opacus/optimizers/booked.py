@@ -104,7 +104,7 @@ class BookedSums:
         if book.homes is not None:
             sums = Sums(formed, blocks, factors)
             del formed  # so that each is given back as it leaves
-            reduce_to_shards(self._in_order(), sums.of, self._add, model_axes=book.model_axes)
+            reduce_to_shards(self._in_order(), sums.of, self._add, model_axes=book.axis.names)
             return
         for parameter, total in itertools.chain(formed, clipped_sums(blocks, factors)):
             self._add(parameter, total)

@@ -441,7 +441,7 @@ class DPOptimizer(Optimizer):
         """What all ranks' samples add up to, of a value that each rank computed from its own; `value` itself in one process."""
         if not any(map(is_sharded, self.params)):
             return value
-        axes = self._booked.book.model_axes if self._booked is not None else ()
+        axes = self._booked.book.axis.names if self._booked is not None else ()
         return sum_over_data_ranks(value, self.params, axes)
 
     def scale_grad(self) -> None:

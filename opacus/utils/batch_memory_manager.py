@@ -178,7 +178,7 @@ def wrap_data_loader(*, data_loader: DataLoader, max_batch_size: int, optimizer:
     problems = _size_problems("max_batch_size", max_batch_size)
     problems += _optimizer_problems(optimizer) + _loader_problems(data_loader)
     raise_if_any("logical batches cannot be split", problems)
-    loader = ResumableDataLoader(
+    return ResumableDataLoader(
         data_loader.dataset,
         batch_sampler=BatchSplittingSampler(
             sampler=data_loader.batch_sampler, max_batch_size=max_batch_size, optimizer=optimizer
@@ -187,8 +187,6 @@ def wrap_data_loader(*, data_loader: DataLoader, max_batch_size: int, optimizer:
         generator=data_loader.generator,
         **loading_settings(data_loader),
     )
-    loader.place = getattr(data_loader, "place", None)
-    return loader
 
 
 def _expected_pieces(num_samples: int, sample_rate: float, limit: int) -> float:
