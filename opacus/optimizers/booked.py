@@ -115,6 +115,12 @@ class BookedSums:
         wanted = {id(p) for p in self.optimizer.params}
         return [p for p in self.book.homes.names.values() if id(p) in wanted]
 
+    def add_nothing(self) -> None:
+        """A physical batch without samples, which needs no backward."""
+        self.optimizer.before_clipping()
+        self._add_all(self.book, [], [], [])
+        self.backwards += 1
+
     def factors(self, parameters: list[nn.Parameter], norms: list[Tensor]) -> list[Tensor]:
         """What to multiply each sample's raw gradient with, `[B]` for each parameter (or block), on its device."""
         optimizer = self.optimizer

@@ -320,6 +320,21 @@ class DPOptimizer(Optimizer):
             self._drop_sums()
         self._sums_pending = True
 
+    def add_empty_batch(self) -> None:
+        """Count a physical batch without samples, for which neither forward nor backward can be run.
+
+        The next `step` then releases what was accumulated (nothing, in an empty logical batch) with its noise, and is accounted.
+        For models that run in mode "bk"; others run forward and backward on zero rows.
+
+        Raises:
+            ValueError: if the clipped sums do not come from a book.
+        """
+        if self._booked is None:
+            raise ValueError(
+                "add_empty_batch() is for grad_sample_mode 'bk': run the model on a batch of zero rows instead"
+            )
+        self._booked.add_nothing()
+
     def take_sample_weights(self, n_samples: int) -> Tensor | None:
         """Weights set for this physical batch of `n_samples`, once."""
         weight_B, self._sample_weight_B = self._sample_weight_B, None

@@ -41,12 +41,14 @@ def check_sample_isolation(
     rows_per_sample: int | None = None,
     row_order: str | None = None,
     samples: int = 4,
+    shake: float = 0.02,
+    tolerance: float | None = None,
 ) -> None:
     """Raise if a sample's gradient depends on the data, or on the presence, of other samples in the batch.
 
     The batch is run again with one sample's data replaced by another's, for a few samples of different lengths, and with one
     sample left out. The others' activations at every module and gradients at every trainable layer must stay what they were.
-    Trainable weights are shaken by 2% meanwhile (zero-initialised adapters hide what they will do), dropout is off, and
+    Trainable weights are shaken a little meanwhile (zero-initialised adapters hide what they will do), dropout is off, and
     random numbers repeat; a model that draws some all the same is not checked for the sample left out.
     Afterwards weights, buffers, gradients, modes and random generators are as before, bit for bit.
 
@@ -58,6 +60,9 @@ def check_sample_isolation(
         loss_reduction: "mean" or "sum" over samples; by default that of the private model, else "mean".
         batch_first, rows_per_sample, row_order: as in `make_private`; by default those of the private model.
         samples: how many samples to change, one at a time.
+        shake: by what part of their root mean square trainable weights are moved.
+        tolerance: relative change of a gradient that passes for rounding. By default 1e-5 in float32, where only the values in the
+            batch change: raise it for kernels whose order of summation follows the data.
 
     Raises:
         PerSampleGradientError: naming the modules, or the loss. No data is in the message.
@@ -92,6 +97,8 @@ def check_sample_isolation(
     problems = rows_per_sample_problems(count, order)
     if reduction not in ("mean", "sum"):
         problems.append(f"loss_reduction must be 'mean' or 'sum', not {reduction!r}.")
+    if not 0 <= shake < 10:
+        problems.append(f"shake is a fraction of the weights' size, not {shake!r}.")
     if not isinstance(samples, int) or samples < 1:
         problems.append(f"samples must be an integer of at least 1, not {samples!r}.")
     if rule is not None and not isinstance(rule, RowsPerSample) and rows_per_sample is None:
@@ -105,9 +112,10 @@ def check_sample_isolation(
         if private is not None:
             stack.enter_context(private.unhooked())
         undisturbed = stack.enter_context(Undisturbed(inner))
-        undisturbed.shake()
+        undisturbed.shake(shake)
         run = _Runs(inner, used, loss_fn, reduction, first, RowsPerSample(count, order), undisturbed)
-        raise_if_any("samples are not isolated", _findings(run, batch, samples), PerSampleGradientError)
+        found = _findings(run, batch, samples, tolerance or 0.0)
+        raise_if_any("samples are not isolated", found, PerSampleGradientError)
 
 
 class _Runs:
@@ -158,7 +166,7 @@ class _Runs:
         return witness
 
 
-def _findings(run: _Runs, batch: Any, count: int) -> list[str]:
+def _findings(run: _Runs, batch: Any, count: int, least: float) -> list[str]:
     scout = run(batch)
     owners = scout.owners
     if owners is None or not any(
@@ -179,7 +187,7 @@ def _findings(run: _Runs, batch: Any, count: int) -> list[str]:
         _refuse(
             "two runs on the same batch differ: loss_fn or the model draws random numbers of its own, or keeps a state. Fix its seed."
         )
-    tolerance = max(_SAME_SHAPE.get(before.lowest, 1e-3), 10 * noise)
+    tolerance = max(_SAME_SHAPE.get(before.lowest, 1e-3), 10 * noise, least)
     picked = changed.spread_out(count)
     compared = 0
     for sample, donor in zip(picked, reversed(picked), strict=True):

@@ -235,7 +235,7 @@ def test_a_zero_initialised_adapter_hides_nothing(monkeypatch):
         return ordinary + (model.update - model.update.mean(0).detach()).square().mean()
 
     assert "up (Linear)" in refused(Adapted(), loss, vectors())
-    monkeypatch.setattr(Undisturbed, "shake", lambda self: None)
+    monkeypatch.setattr(Undisturbed, "shake", lambda self, by: None)
     check_sample_isolation(Adapted(), loss, vectors())  # what would be missed
 
 

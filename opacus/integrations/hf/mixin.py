@@ -1,0 +1,151 @@
+"""`DPTrainerMixin`: in front of a trainer's class, it makes the trainer's public methods those of a private run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opacus.errors import ConfigurationError
+from opacus.integrations.hf.batches import PhysicalBatch, PoissonLoader
+from opacus.integrations.hf.run import PrivateRun
+
+__all__ = ["DPTrainerMixin"]
+
+# figures in a trainer's log that are not computed from private data
+_HARMLESS = ("learning_rate", "epoch", "train_runtime", "train_steps_per_second")
+
+
+class DPTrainerMixin:
+    """Private training for a subclass of `transformers.Trainer`; put it in front of the trainer.
+
+    `make_trainer_private` does that by itself to any trainer, by exchanging the object's class. Whoever subclasses a trainer may
+    name the mixin, and calls `make_trainer_private` on the object all the same (in `__init__`, say). Until then
+    `train()` refuses to start.
+
+    Attributes:
+        privacy: the private run; None until `make_trainer_private`.
+
+    Example:
+        .. code-block:: python
+
+            class MyTrainer(DPTrainerMixin, Trainer):
+                def compute_loss(self, model, inputs, return_outputs=False, **kwargs): ...
+
+            trainer = make_trainer_private(MyTrainer(model=model, args=args, train_dataset=data), ...)
+    """
+
+    privacy: PrivateRun | None = None
+    # the trainer's
+    args: Any
+    state: Any
+    control: Any
+    model: Any
+    optimizer: Any
+
+    def _run(self) -> PrivateRun:
+        if self.privacy is None:
+            raise ConfigurationError(
+                "training cannot start",
+                [f"{type(self).__name__} is not private yet: call make_trainer_private(trainer, ...) first."],
+            )
+        return self.privacy
+
+    def get_epsilon(self, delta: float | None = None) -> float:
+        """Epsilon spent so far.
+
+        Args:
+            delta: between 0 and 1; by default that of the run.
+        """
+        return self._run().epsilon(delta)
+
+    def detach_privacy(self) -> Any:
+        """Take hooks and all else off the model, which is then as before, trained.
+
+        Returns:
+            The model. Training it further with this trainer is refused.
+        """
+        self._run().detach()
+        self.privacy = None
+        return self.model
+
+    # ------------------------------------------------- what the trainer calls
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As the trainer's; stops where the budget is spent.
+
+        Raises:
+            CheckpointError: at the first step, if the checkpoint has no privacy state.
+            ConfigurationError: if the budget is spent already.
+        """
+        self._run().start(resumes=bool(resume_from_checkpoint))
+        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def get_train_dataloader(self) -> Any:
+        """Poisson-sampled logical batches."""
+        base = super().get_train_dataloader()  # type: ignore[misc]
+        if self.privacy is None:
+            return base
+        return PoissonLoader(base, self.privacy.batches, self.args.per_device_train_batch_size)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Records in a logical batch on average."""
+        return self._run().plan.expected_batch_size
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's optimizer (or the one it was given), made private."""
+        self.optimizer = self._run().private(super().create_optimizer(*args, **kwargs))  # type: ignore[misc]
+        return self.optimizer
+
+    def training_step(
+        self, model: Any, inputs: list[PhysicalBatch], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Forward and backward of a logical batch, one physical batch after the other."""
+        run = self._run()
+        if run.begin_step(self.state):
+            self.control.should_training_stop = True
+            self.control.should_log = True
+            self.control.should_save = str(getattr(self.args.save_strategy, "value", "no")) != "no"
+        total = torch.zeros((), device=self.args.device)
+        one = torch.tensor(1, device=self.args.device)
+        for number, batch in enumerate(inputs):
+            if number:
+                run.close_batch()
+            run.begin_batch(batch)
+            loss = super().training_step(model, batch.tensors, one)  # type: ignore[misc]
+            run.end_batch(batch)
+            total += loss.float() * (batch.n_samples * run.contract.to_mean(*batch))
+        if not inputs:
+            assert run.optimizer is not None
+            run.optimizer.add_empty_batch()
+        if not run.plan.log_unprotected:
+            return torch.zeros_like(total)
+        return total / max(1, sum(batch.n_samples for batch in inputs))
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's own loss; within a training step, multiplied to be the sum over samples."""
+        found = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        scale = None if self.privacy is None else self.privacy.scale
+        if scale is None:
+            return found
+        return (found[0] * scale, *found[1:]) if isinstance(found, tuple) else found * scale
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Of a logical batch."""
+        batches = inputs if isinstance(inputs, list) else [PhysicalBatch(0, inputs)]
+        return sum(super(DPTrainerMixin, self).floating_point_ops(batch.tensors) for batch in batches)  # type: ignore[misc]
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As the trainer's, with epsilon; without gradient norms, and without unprotected figures if so asked for."""
+        run = self._run()
+        logs.pop("grad_norm", None)
+        if not all(name.startswith("eval_") or name == "epoch" for name in logs):
+            if not run.plan.log_unprotected:
+                for name in [name for name in logs if name not in _HARMLESS]:
+                    del logs[name]
+                for figures in getattr(self, "_metrics", {}).values():
+                    figures.clear()
+            logs["epsilon"] = round(run.epsilon(), 6)
+            logs["privacy_steps"] = len(run.accountant)
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]

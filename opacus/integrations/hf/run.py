@@ -1,0 +1,211 @@
+"""The state of a trainer's private run: what is hooked, what was spent, and where it stands. One owner: the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from opacus.accountants import create_accountant
+from opacus.devices import Placement
+from opacus.errors import ConfigurationError, PerSampleGradientError
+from opacus.grad_sample import RowsPerSample, wrap_model
+from opacus.integrations.hf import saved
+from opacus.integrations.hf.batches import PhysicalBatch, PoissonBatches
+from opacus.integrations.hf.contract import LossContract, first_rows
+from opacus.integrations.hf.fused_head import WholeHead
+from opacus.integrations.hf.plan import Plan, steps_within
+from opacus.optimizers import DPOptimizer, get_optimizer_class
+from opacus.utils.checkpoint_file import CheckpointError
+from opacus.validators.batch_norm import guard_frozen
+
+__all__ = ["PrivateRun"]
+
+
+class PrivateRun:
+    """Hooks, accountant, batches and optimizer of one trainer.
+
+    Args:
+        model: the trainer's; hooks are attached.
+        plan: the run's numbers.
+        contract: the loss's reduction.
+        head: TRL's fused head, where it had to be replaced.
+
+    Attributes:
+        accountant: what was released so far.
+        optimizer: the private optimizer, once the trainer has made its own.
+        scale: what a loss is multiplied by within a training step; None outside.
+    """
+
+    def __init__(
+        self, model: nn.Module, plan: Plan, contract: LossContract, head: WholeHead | None = None
+    ) -> None:
+        self.model = model
+        self.plan = plan
+        self.contract = contract
+        self.accountant = create_accountant(plan.accountant)
+        self.batches = PoissonBatches(
+            plan.records,
+            plan.expected_batch_size,
+            plan.steps_per_epoch,
+            lambda: (self.plan.seed, self.steps_before or 0),
+        )
+        hooks: Any = wrap_model(model, "bk", False, loss_reduction="sum")
+        self.hooks = hooks
+        self.hooks.set_owners(RowsPerSample(contract.rows_per_sample, "blocked"))
+        self.hooks.forbid_grad_accumulation()
+        guard_frozen(model)
+        self.optimizer: DPOptimizer | None = None
+        self.scale: int | None = None
+        # steps accounted before the `train()` going on; None while a checkpoint is to say it
+        self.steps_before: int | None = 0
+        self._stop_at: int | None = None
+        self._head = head
+
+    # ------------------------------------------------------------ optimizer
+
+    def private(self, optimizer: Any) -> Any:
+        """The private optimizer around the one that the trainer made (or was given); itself if it is private already.
+
+        Raises:
+            ConfigurationError: if the optimizer, or an argument for it, cannot be.
+        """
+        inner = optimizer
+        while inner is not self.optimizer and isinstance(getattr(inner, "optimizer", None), Optimizer):
+            inner = inner.optimizer  # Accelerate's wrapper, of an earlier train()
+        if self.optimizer is not None and inner is self.optimizer:
+            return optimizer
+        if isinstance(inner, DPOptimizer):
+            inner = inner.original_optimizer
+        plan = self.plan
+        trained = [p for group in inner.param_groups for p in group["params"] if p.requires_grad]
+        home = Placement(trained, reduction_device=plan.options.get("reduction_device")).reduction_device
+        generator = None if plan.secure_mode else torch.Generator(home).manual_seed(noise_seed(plan.seed))
+        private = get_optimizer_class(plan.clipping, False, "bk")(
+            inner,
+            noise_multiplier=plan.noise_multiplier,
+            max_grad_norm=plan.max_grad_norm,  # type: ignore[arg-type]
+            expected_batch_size=plan.expected_batch_size,
+            loss_reduction="mean",
+            generator=generator,
+            secure_mode=plan.secure_mode,
+            **plan.options,
+        )
+        private.param_names = {id(p): name for name, p in self.model.named_parameters()}
+        private.attach_book(self.hooks.policy)
+        private.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=plan.sample_rate))
+        self.optimizer = private
+        saved.carry(private, self)
+        return private
+
+    # ----------------------------------------------------------------- steps
+
+    def start(self, resumes: bool) -> None:
+        """`train()` begins."""
+        self.steps_before = None if resumes else len(self.accountant)
+        self._stop_at = None
+
+    def begin_step(self, state: Any) -> bool:
+        """A logical batch is about to be computed.
+
+        Args:
+            state: the trainer's.
+
+        Returns:
+            Whether it is the last one that the budget allows.
+
+        Raises:
+            CheckpointError: if the trainer's count of steps and the accountant's differ.
+            ConfigurationError: if the budget is spent.
+        """
+        if self.steps_before is None:
+            raise CheckpointError(
+                "training cannot be resumed",
+                [
+                    "the checkpoint has no privacy state (saved with save_only_model=True, or without privacy?), so that its steps "
+                    "would not be counted. Resume from one that was saved by a private trainer with its optimizer, or start anew."
+                ],
+            )
+        done = len(self.accountant) - self.steps_before
+        if done != state.global_step:
+            raise CheckpointError(
+                "training cannot go on",
+                [
+                    f"the trainer has made {state.global_step} steps, the accountant has recorded {done}: a checkpoint was loaded "
+                    "without its privacy state, or the optimizer was stepped by something else."
+                ],
+            )
+        if self._stop_at is None:
+            ahead = max(0, state.max_steps - state.global_step)
+            self._stop_at = len(self.accountant) + steps_within(self.accountant, self.plan, ahead)
+        if len(self.accountant) >= self._stop_at and self.plan.target_epsilon is not None:
+            raise ConfigurationError(
+                "training cannot go on",
+                [
+                    f"the budget is spent: epsilon is {self.epsilon():.3f} at delta={self.plan.delta:g} after "
+                    f"{len(self.accountant)} steps, and another step would exceed target_epsilon={self.plan.target_epsilon:g}."
+                ],
+            )
+        return len(self.accountant) + 1 >= self._stop_at
+
+    def begin_batch(self, batch: PhysicalBatch) -> None:
+        """A physical batch is about to go through the model."""
+        assert self.optimizer is not None
+        rows, k = first_rows(batch.tensors), self.contract.rows_per_sample
+        if rows != k * batch.n_samples:
+            raise PerSampleGradientError(
+                "samples cannot be told apart",
+                [
+                    f"the collate function made {rows} rows of {batch.n_samples} records, where a record has {k}. Each record must "
+                    "become rows of its own."
+                ],
+            )
+        self.scale = self.contract.to_sum(batch.n_samples, batch.tensors)
+        weight_B = self.contract.weights(batch.n_samples, batch.tensors)
+        if weight_B is not None:
+            self.optimizer.set_sample_weights(weight_B)
+
+    def end_batch(self, batch: PhysicalBatch) -> None:
+        """The backward of a physical batch has ended."""
+        self.scale = None
+        seen = self.hooks.policy.n_samples
+        if seen != batch.n_samples:
+            raise PerSampleGradientError(
+                "samples cannot be told apart",
+                [f"the model's layers saw {seen} samples in a physical batch of {batch.n_samples} records."],
+            )
+
+    def close_batch(self) -> None:
+        """Another physical batch of the same logical batch follows: keep the clipped sums of the last."""
+        assert self.optimizer is not None
+        self.optimizer.signal_skip_step(True)
+        self.optimizer.pre_step()
+
+    def epsilon(self, delta: float | None = None) -> float:
+        """Epsilon spent so far."""
+        return self.accountant.get_epsilon(self.plan.delta if delta is None else delta)
+
+    def detach(self) -> None:
+        """Leave the model as it was."""
+        self.hooks.cleanup()
+        if self._head is not None:
+            self._head.remove()
+
+    # ----------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs besides what the trainer saves; see `saved`."""
+        return saved.state_of(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken."""
+        saved.restore(self, state)
+
+
+def noise_seed(seed: int) -> int:
+    """The noise's own seed: independent of the batches', which follow from the same number."""
+    return int(np.random.SeedSequence(seed, spawn_key=(2**32 - 1,)).generate_state(1, np.uint64)[0] >> 1)

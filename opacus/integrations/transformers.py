@@ -1,0 +1,181 @@
+"""Private training with the trainers of Transformers and TRL.
+
+Trainers compute their own loss and own optimizer, sampler, accumulation, saving and logging, so nothing can be wrapped from
+outside. `make_trainer_private` puts a mixin in front of the trainer's class instead, and leaves the trainer's loss and loop as they
+are. Needs the extra `hf`: `pip install 'opacus[hf]'`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from opacus.errors import raise_if_any
+from opacus.integrations.hf.calibration import find_contract
+from opacus.integrations.hf.fused_head import WholeHead
+from opacus.integrations.hf.mixin import DPTrainerMixin
+from opacus.integrations.hf.plan import (
+    Plan,
+    noise_for,
+    optimizer_problems,
+    plan_problems,
+    planned_steps,
+    warn_of_delta,
+)
+from opacus.integrations.hf.refusals import (
+    base_model,
+    model_problems,
+    raise_unless_trainer,
+    trainer_problems,
+)
+from opacus.integrations.hf.run import PrivateRun
+
+__all__ = ["DPTrainerMixin", "make_trainer_private"]
+
+_HEADING = "make_trainer_private cannot start"
+_LOOKED_AT = 6  # records
+
+
+def make_trainer_private(
+    trainer: Any,
+    *,
+    target_epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    delta: float,
+    max_grad_norm: float | list[float],
+    clipping: str = "flat",
+    expected_batch_size: int | None = None,
+    accountant: str = "prv",
+    seed: int | None = None,
+    secure_mode: bool = False,
+    log_unprotected: bool = True,
+    calibration_records: Sequence[Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Make a `transformers.Trainer`, or a TRL trainer (SFT, DPO, KTO, Reward), train with differential privacy.
+
+    Call it once the trainer is complete, then `trainer.train()` as usual. Batches are Poisson sampled; the trainer's loss is called
+    as it is, one physical batch of up to `per_device_train_batch_size` records after the other; each record's gradient is
+    clipped while the backward runs (mode "bk"); the trainer's optimizer steps on the noisy sum. One record of `train_dataset` is one
+    sample: for DPO and Reward a pair, chosen and rejected together. A record's loss is what the trainer computes for it alone
+    (a mean over its own tokens, for language models).
+
+    Changed on the trainer: its class (a subclass, so `isinstance` holds), its optimizer when training starts, and of its
+    arguments `gradient_accumulation_steps=1` (see `expected_batch_size`), `max_grad_norm=0` (its own clipping, whose norms are private
+    data, is off) and `average_tokens_across_devices=False`. Checkpoints hold the privacy state in `optimizer.pt` and resume bit for
+    bit; `save_model` writes an ordinary model. Logs have `epsilon` and `privacy_steps`.
+
+    Args:
+        trainer: any trainer that is built on `transformers.Trainer` and computes its loss from the batch it is given.
+        target_epsilon: epsilon of the whole run at `delta`. Without `noise_multiplier` the noise is chosen for the steps that the
+            trainer's arguments plan. Training stops before it is exceeded.
+        noise_multiplier: sigma, in place of the one that follows from `target_epsilon`.
+        delta: delta, below one over the number of records.
+        max_grad_norm: C, the norm that each record's gradient is clipped to; a list for `clipping="per_layer"`.
+        clipping: the clipping style: "flat", "automatic", "per_layer", "adaptive".
+        expected_batch_size: records in a logical batch on average. By default `per_device_train_batch_size *
+            gradient_accumulation_steps` of the trainer's arguments.
+        accountant: name of the accountant.
+        seed: of batches and noise, for runs that can be repeated. None takes one from the operating system, which checkpoints keep.
+            Whoever knows it can compute the noise and take it off: keep it, and checkpoints, as secret as the data.
+        secure_mode: take noise from the operating system's cryptographic generator; a resumed run then is not bit for bit the same.
+        log_unprotected: whether the trainer's own figures (loss, rewards, entropy, numbers of tokens), which are computed from private
+            data without noise, appear in its log. They are outside the guarantee.
+        calibration_records: made-up records with the data set's columns, to find the loss's reduction with. By default a few of the
+            data set's own are looked at, of which nothing but refusals gets out.
+        **options: of the clipping style's optimizer, and `reduction_device`.
+
+    Returns:
+        `trainer`, whose `get_epsilon()` says what was spent, and whose `detach_privacy()` gives the bare model back.
+
+    Raises:
+        ConfigurationError: listing everything in the trainer, its model, data and arguments that keeps the run from being
+            private; nothing was changed.
+        PerSampleGradientError: if samples' gradients depend on each other; nothing was changed.
+        ModuleNotFoundError: if Transformers is not installed.
+
+    Formal guarantee:
+        Every optimizer step is a Gaussian mechanism of noise multiplier sigma on the Poisson-subsampled sum of records' gradients,
+        clipped to C, at rate `expected_batch_size / len(train_dataset)`, and is recorded once, empty batches and resumed runs
+        included: the weights are (epsilon, delta)-differentially private under adding or removing one record. This rests on each
+        record's loss being its own: losses known to mix records are refused by name, others are searched for dependence. It
+        covers the weights; not the log's figures, evaluation on private data, nor what the trainer prepared from the whole data set
+        before (a vocabulary, statistics).
+
+    Example:
+        .. code-block:: python
+
+            trainer = DPOTrainer(model=model, args=args, train_dataset=pairs, processing_class=tokenizer)
+            trainer = make_trainer_private(trainer, target_epsilon=8.0, delta=1e-5, max_grad_norm=1.0)
+            trainer.train()
+            trainer.save_model("adapter")
+    """
+    raise_unless_trainer(trainer)
+    args, model = trainer.args, trainer.model
+    if isinstance(trainer, DPTrainerMixin) and trainer.privacy is not None:
+        raise_if_any(_HEADING, ["the trainer is private already; build another one for another run."])
+    records = len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else 0
+    if expected_batch_size is None:
+        expected_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    raise_if_any(
+        _HEADING,
+        plan_problems(
+            target_epsilon=target_epsilon,
+            noise_multiplier=noise_multiplier,
+            delta=delta,
+            expected_batch_size=expected_batch_size,
+            records=records,
+            seed=seed,
+            accountant=accountant,
+            clipping=clipping,
+        )
+        + optimizer_problems(clipping, max_grad_norm, options)
+        + trainer_problems(trainer)
+        + model_problems(model),
+    )
+    warn_of_delta(delta, records)
+    plan = Plan(
+        noise_multiplier=0.0,
+        max_grad_norm=max_grad_norm,
+        delta=delta,
+        expected_batch_size=expected_batch_size,
+        records=records,
+        target_epsilon=target_epsilon,
+        accountant=accountant,
+        clipping=clipping,
+        options=options,
+        secure_mode=secure_mode,
+        log_unprotected=log_unprotected,
+        **({} if seed is None else {"seed": seed}),
+    )
+    if noise_multiplier is None:
+        assert target_epsilon is not None
+        steps = planned_steps(args, plan.steps_per_epoch)
+        noise_multiplier = noise_for(target_epsilon, delta, expected_batch_size, records, steps, accountant)
+    plan.noise_multiplier = noise_multiplier
+
+    base = base_model(model)
+    head = WholeHead(base) if WholeHead.is_fused(base) else None
+    try:
+        contract = find_contract(trainer, calibration_records or _some_records(trainer))
+        run = PrivateRun(model, plan, contract, head)
+    except BaseException:
+        if head is not None:
+            head.remove()
+        raise
+    args.gradient_accumulation_steps, args.max_grad_norm = 1, 0.0
+    args.average_tokens_across_devices = False
+    if not isinstance(trainer, DPTrainerMixin):
+        kind = type(trainer)
+        trainer.__class__ = type(
+            f"DP{kind.__name__}", (DPTrainerMixin, kind), {"__module__": kind.__module__}
+        )
+    trainer.privacy = run
+    return trainer
+
+
+def _some_records(trainer: Any) -> list[Any]:
+    """Records taken evenly over the data set, as the trainer's loader sees them."""
+    data = trainer.get_train_dataloader().dataset
+    count = min(_LOOKED_AT, len(data))
+    return [data[i * len(data) // count] for i in range(count)]

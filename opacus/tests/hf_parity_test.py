@@ -1,0 +1,89 @@
+"""One step of a private trainer equals a loop over samples through the unmodified trainer's own loss."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs Transformers (extra hf)")
+pytest.importorskip("trl", reason="needs TRL (extra hf)")
+pytest.importorskip("peft", reason="needs PEFT (extra hf)")
+
+from opacus.integrations.transformers import make_trainer_private
+from opacus.tests.hf_trainers import (
+    EXPECTED,
+    LEARNING_RATE,
+    NAMES,
+    clipped_sum,
+    drawn,
+    largest_error,
+    make_trainer,
+    norm,
+    own_gradients,
+    trainable,
+)
+
+CHECKPOINTED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+
+
+@functools.cache
+def gradients_of(name: str, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
+    """Each record's own, from the stock trainer."""
+    return own_gradients(make_trainer(name, prepare=lambda model: model.to(dtype)))
+
+
+def error_of_one_step(
+    name: str, *, dtype: torch.dtype = torch.float32, prepare=None, **changes: object
+) -> float:
+    """Of the update of one step of an unnoised private run, relative to its largest entry."""
+
+    def prepared(model: torch.nn.Module) -> None:
+        model.to(dtype)
+        if prepare is not None:
+            prepare(model)
+
+    gradients = gradients_of(name, dtype)
+    bound = statistics.median(map(norm, gradients))  # half of the records are clipped
+    trainer = make_trainer(name, prepare=prepared, **changes)
+    before = trainable(trainer)
+    make_trainer_private(
+        trainer,
+        noise_multiplier=0.0,
+        delta=1e-5,
+        max_grad_norm=bound,
+        expected_batch_size=EXPECTED,
+        accountant="rdp",
+        seed=6,
+    )
+    records = drawn(trainer)
+    assert len(records) == 8
+    trainer.train()
+    after = trainable(trainer)
+    moved = {key: (before[key] - after[key]) * (EXPECTED / LEARNING_RATE) for key in before}
+    return largest_error(moved, clipped_sum([gradients[i] for i in records], bound))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_step_equals_a_loop_over_samples_through_the_trainers_own_loss(name):
+    assert error_of_one_step(name) < 2e-6
+
+
+@pytest.mark.parametrize("checkpointing", [CHECKPOINTED, REENTRANT], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("name", NAMES)
+def test_checkpointed_blocks_give_the_same_step(name, checkpointing):
+    assert error_of_one_step(name, **checkpointing) < 2e-6
+
+
+@pytest.mark.parametrize("physical", [2, 16])
+@pytest.mark.parametrize("name", NAMES)
+def test_one_and_four_physical_batches_give_the_same_step(name, physical):
+    assert error_of_one_step(name, per_device_train_batch_size=physical) < 2e-6
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_float64_the_step_is_as_exact_as_the_loss_which_may_be_float32_inside(name):
+    assert error_of_one_step(name, dtype=torch.float64) < 1e-6
