@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from opacus import integrations
 from opacus.errors import ConfigurationError
 from opacus.grad_sample.capture import refuse_if_captured
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
@@ -240,6 +241,7 @@ def model_problems(model: nn.Module) -> list[str]:
     ]
     problems += [str(error) for error in ModuleValidator.layer_errors(model)]
     problems += [str(error) for error in GradSampleHooks.validate(model, strict=False)]
+    problems += integrations.findings(model)
     problems += _expert_problems(model, [name for name, _ in trainable])
     try:
         refuse_if_captured(model)
