@@ -64,6 +64,7 @@ class DPDataLoader(ResumableDataLoader):
         batch_first: whether dimension 0 (else 1) counts records, where that cannot be told by collating two records.
         rand_on_empty: in place of an empty batch, yield one made-up record of random 0s and 1s, for models that cannot
             process zero rows. See the formal guarantee.
+        process_group: with `distributed`, the ranks that share the records; all ranks when `None`.
         **kwargs: passed on to `torch.utils.data.DataLoader`.
 
     Raises:
@@ -92,6 +93,7 @@ class DPDataLoader(ResumableDataLoader):
         distributed: bool = False,
         batch_first: bool = True,
         rand_on_empty: bool = False,
+        process_group: Any = None,
         **kwargs: Any,
     ) -> None:
         raise_if_any(
@@ -102,10 +104,11 @@ class DPDataLoader(ResumableDataLoader):
         self.distributed = distributed
         self.batch_first = batch_first
         self.rand_on_empty = rand_on_empty
+        self.process_group = process_group
         sampler: Sampler[list[int]]
         if distributed:
             sampler = DistributedUniformWithReplacementSampler(
-                total_size=size, sample_rate=sample_rate, generator=generator
+                total_size=size, sample_rate=sample_rate, generator=generator, process_group=process_group
             )
         else:
             sampler = UniformWithReplacementSampler(
@@ -140,6 +143,7 @@ class DPDataLoader(ResumableDataLoader):
         generator: torch.Generator | None = None,
         batch_first: bool = True,
         rand_on_empty: bool = False,
+        process_group: Any = None,
     ) -> DPDataLoader:
         """Make the Poisson-sampled loader that takes the place of `data_loader`.
 
@@ -151,8 +155,7 @@ class DPDataLoader(ResumableDataLoader):
             data_loader: loader over a map-style data set, with a batch size. It is left as it is.
             distributed: draw this rank's share only.
             generator: stream of the draws; the loader's own when `None`.
-            batch_first: as in `DPDataLoader`.
-            rand_on_empty: as in `DPDataLoader`.
+            batch_first, rand_on_empty, process_group: as in `DPDataLoader`.
 
         Raises:
             ConfigurationError: listing everything that is wrong with the loader.
@@ -179,6 +182,7 @@ class DPDataLoader(ResumableDataLoader):
             distributed=distributed,
             batch_first=batch_first,
             rand_on_empty=rand_on_empty,
+            process_group=process_group,
             **loading_settings(data_loader),
         )
 
@@ -210,6 +214,7 @@ def switch_generator(*, data_loader: DataLoader, generator: torch.Generator) -> 
             generator=generator,
             batch_first=data_loader.batch_first,
             rand_on_empty=data_loader.rand_on_empty,
+            process_group=data_loader.process_group,
         )
     switched = copy.copy(holder)
     switched.generator = generator

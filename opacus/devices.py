@@ -164,6 +164,20 @@ class NoiseStream:
         self._set_state(hand.get_state())
         return out
 
+    def branch(self, label: str, *, moving_on: bool = True) -> NoiseStream:
+        """A stream of its own, seeded from this one (32 bits).
+
+        Args:
+            label: streams of different labels differ.
+            moving_on: draw from this stream, so that its next branch differs too.
+        """
+        start = self._get_state()
+        if moving_on:
+            torch.empty(1, dtype=torch.int64, device=self.home).random_(generator=self.generator)
+        generator = torch.Generator(self.home)
+        generator.manual_seed(_derived_seed(start, label))
+        return NoiseStream(generator, self.home)
+
     def _child(self, device: torch.device) -> NoiseStream:
         child = self._children.get(device.type)
         if child is None:
@@ -214,10 +228,10 @@ def _indexed(device: torch.device) -> torch.device:
     return torch.device(device.type, torch.get_device_module(device).current_device())
 
 
-def _derived_seed(state: Tensor, device_type: str) -> int:
+def _derived_seed(state: Tensor, label: str) -> int:
     """A seed that depends on the whole state, taken without drawing from the stream or waiting for a device.
 
     Only 32 bits: a CPU generator ignores the rest.
     """
-    digest = hashlib.sha256(device_type.encode() + bytes(state.cpu().numpy().tobytes())).digest()
+    digest = hashlib.sha256(label.encode() + bytes(state.cpu().numpy().tobytes())).digest()
     return int.from_bytes(digest[:4], "little")

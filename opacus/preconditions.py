@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -44,6 +43,7 @@ def make_private_findings(
     wrap_model: bool,
     options: dict[str, Any],
     mode_options: dict[str, Any],
+    distributed: bool = False,
 ) -> tuple[list[str], list[UnsupportedModuleError]]:
     """Problems as sentences, and the layers that a validator refuses."""
     problems = loader_findings(data_loader)
@@ -68,9 +68,9 @@ def make_private_findings(
     if grad_sample_mode in TWO_PASSES:
         problems += criterion_problems(criterion, loss_reduction)
     problems += _row_findings(mode_options)
-    refused = _refusal(get_optimizer_class, clipping, False, grad_sample_mode)
+    refused = _refusal(get_optimizer_class, clipping, distributed, grad_sample_mode)
     problems += refused
-    kind = DPOptimizer if refused else get_optimizer_class(clipping, False, grad_sample_mode)
+    kind = DPOptimizer if refused else get_optimizer_class(clipping, distributed, grad_sample_mode)
     problems += kind.argument_problems(
         optimizer=optimizer,
         noise_multiplier=noise_multiplier,
@@ -81,16 +81,6 @@ def make_private_findings(
         secure_mode=secure_mode,
         options=options,
     )
-    if (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-        and not (isinstance(module, nn.Module) and is_sharded_model(module))
-    ):
-        problems.append(
-            f"torch.distributed runs {torch.distributed.get_world_size()} processes; private training over several processes "
-            "is not available in this version, and each rank would train a model of its own. Run one process."
-        )
     return problems, layer_errors
 
 

@@ -15,6 +15,7 @@ from opacus import checkpoint
 from opacus.accountants import create_accountant
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.data_loader import DPDataLoader
+from opacus.distributed.following import DataParallel
 from opacus.distributed.sharding import is_fsdp
 from opacus.errors import ConfigurationError
 from opacus.grad_sample import (
@@ -118,12 +119,20 @@ class PrivacyEngine:
                 and refuses a model or loss that lets one sample change another's gradient. The loss it checks is
                 `isolation_loss(model, batch)`; without one `criterion(model(x), y)`, or `model(**batch).loss` for a mapping. It is a
                 look at private records outside any accounted step: no data, but whether it passed, gets out.
+                `allow_shared_devices=True` lets several processes use one accelerator.
+
+        Where several processes train (a model in `DifferentiallyPrivateDistributedDataParallel` or torch's
+        `DistributedDataParallel`, or without wrapper where `torch.distributed` has several ranks), every rank calls this, before or
+        after wrapping. The loader's batch size is that of all ranks together (under a `DistributedSampler`: of one rank); each rank
+        gets its share. Ranks compare replicas and arguments first, and an unwrapped model takes over the first rank's parameters.
 
         Returns:
             `(module or hooks, optimizer, data_loader)`; in mode "ghost" `(module or hooks, optimizer, criterion, data_loader)`.
 
         Raises:
-            ConfigurationError: listing everything that keeps the run from being private; nothing was changed.
+            ConfigurationError: listing everything that keeps the run from being private; nothing was changed. Over several
+                processes a ReplicaError with all ranks' problems, on every rank.
+            RankLostError: naming ranks that did not call this within the process group's timeout.
             UnsupportedModuleError: where layers that cannot be trained privately are all there is to mend.
 
         Formal guarantee:
@@ -140,6 +149,8 @@ class PrivacyEngine:
         isolation = IsolationRequest(
             kwargs.pop("check_isolation", False), kwargs.pop("isolation_loss", None), criterion
         )
+        allow_shared_devices = kwargs.pop("allow_shared_devices", False)
+        parallel = DataParallel.of(module)
         problems, layer_errors = make_private_findings(
             module=module,
             criterion=criterion,
@@ -156,25 +167,58 @@ class PrivacyEngine:
             wrap_model=wrap_model,
             options=kwargs,
             mode_options=mode_options,
+            distributed=parallel is not None,
         )
-        _raise_findings("make_private cannot start", problems + isolation.problems(module), layer_errors)
+        problems += isolation.problems(module)
+        if parallel is not None:
+            found = problems + [str(error) for error in layer_errors]
+            shown = {"reduction_device": None, **kwargs, **mode_options}
+            del shown["reduction_device"]  # a rank's own
+            parallel.agree(
+                module,
+                data_loader=data_loader,
+                poisson_sampling=poisson_sampling,
+                noise_generator=noise_generator,
+                allow_shared_devices=allow_shared_devices,
+                settings={
+                    "noise_multiplier": noise_multiplier,
+                    "max_grad_norm": max_grad_norm,
+                    "loss_reduction": loss_reduction,
+                    "clipping": clipping,
+                    "grad_sample_mode": grad_sample_mode,
+                    "secure_mode": self.secure_mode,
+                    **shown,
+                },
+                problems=found,
+            )
+        _raise_findings("make_private cannot start", problems, layer_errors)
+        if parallel is not None:
+            parallel.start(inner)
 
         rows = RowsPerSample(mode_options.pop("rows_per_sample", 1), mode_options.pop("row_order", "blocked"))
         isolation.check(module, data_loader, rows, loss_reduction, batch_first)
         sample_rate = sample_rate_of(data_loader)
         private_loader = (
             DPDataLoader.from_data_loader(
-                data_loader, batch_first=batch_first, rand_on_empty=rand_on_empty, distributed=is_fsdp(inner)
+                data_loader,
+                distributed=parallel is not None or is_fsdp(inner),
+                batch_first=batch_first,
+                rand_on_empty=rand_on_empty,
+                process_group=None if parallel is None else parallel.group,
             )
             if poisson_sampling
             else data_loader
         )
         records = len(data_loader.dataset)  # type: ignore[arg-type]
-        private_optimizer = get_optimizer_class(clipping, False, grad_sample_mode)(
+        expected_batch_size: float = max(1, int(records * sample_rate + 1e-6))
+        if parallel is not None:
+            expected_batch_size /= parallel.n_replicas
+            kwargs["process_group"] = parallel.group
+        private_optimizer = get_optimizer_class(clipping, parallel is not None, grad_sample_mode)(
             optimizer,
             noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,  # type: ignore[arg-type]
-            expected_batch_size=max(1, int(records * sample_rate + 1e-6)),
+            expected_batch_size=expected_batch_size,  # type: ignore[arg-type]
             loss_reduction=loss_reduction,
             generator=noise_generator,
             secure_mode=self.secure_mode,
@@ -193,6 +237,8 @@ class PrivacyEngine:
             private_optimizer.attach_book(book)
         if poisson_sampling:
             private_module.forbid_grad_accumulation()
+        if parallel is not None:
+            parallel.follow_later_wrapping(private_module, inner)
         guard_frozen(inner)
         private_optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=sample_rate))
         self.dataset = data_loader.dataset

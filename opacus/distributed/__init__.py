@@ -2,41 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from opacus.distributed.data_parallel import DifferentiallyPrivateDistributedDataParallel, average_gradients
+from opacus.distributed.errors import RankLostError, ReplicaError
 
-from torch import nn
-
-from opacus.distributed.unavailable import refuse
-
-__all__ = ["DifferentiallyPrivateDistributedDataParallel", "average_gradients"]
-
-
-class DifferentiallyPrivateDistributedDataParallel(nn.Module):
-    """Data parallel training with gradients reduced by the optimizer. Not available in this version.
-
-    Args:
-        model: the model.
-
-    Raises:
-        ConfigurationError: always.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        refuse(type(self).__name__)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Not reached: the constructor refuses."""
-        refuse(type(self).__name__)
-
-
-def average_gradients(model: nn.Module) -> None:
-    """Average `grad` over ranks. Not available in this version.
-
-    Args:
-        model: the model.
-
-    Raises:
-        ConfigurationError: always.
-    """
-    refuse("average_gradients")
+__all__ = [
+    "DifferentiallyPrivateDistributedDataParallel",
+    "RankLostError",
+    "ReplicaError",
+    "average_gradients",
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from opacus.optimizers.adaclipoptimizer import AdaClipDPOptimizer
 from opacus.optimizers.automatic import AutomaticDPOptimizer
 from opacus.optimizers.ddp_perlayeroptimizer import SimpleDistributedPerLayerOptimizer
+from opacus.optimizers.ddp_styles import DistributedAdaClipDPOptimizer, DistributedAutomaticDPOptimizer
 from opacus.optimizers.ddpoptimizer import DistributedDPOptimizer
 from opacus.optimizers.ddpoptimizer_fast_gradient_clipping import DistributedDPOptimizerFastGradientClipping
 from opacus.optimizers.fsdpoptimizer_fast_gradient_clipping import FSDPOptimizerFastGradientClipping
@@ -18,6 +19,8 @@ __all__ = [
     "DPOptimizer",
     "DPOptimizerFastGradientClipping",
     "DPPerLayerOptimizer",
+    "DistributedAdaClipDPOptimizer",
+    "DistributedAutomaticDPOptimizer",
     "DistributedDPOptimizer",
     "DistributedDPOptimizerFastGradientClipping",
     "FSDPOptimizerFastGradientClipping",
@@ -30,6 +33,14 @@ _CLASSES: dict[tuple[str, bool], type[DPOptimizer]] = {
     ("per_layer", False): DPPerLayerOptimizer,
     ("adaptive", False): AdaClipDPOptimizer,
     ("automatic", False): AutomaticDPOptimizer,
+    ("flat", True): DistributedDPOptimizer,
+    ("per_layer", True): SimpleDistributedPerLayerOptimizer,
+    ("adaptive", True): DistributedAdaClipDPOptimizer,
+    ("automatic", True): DistributedAutomaticDPOptimizer,
+}
+_GHOST: dict[type[DPOptimizer], type[DPOptimizer]] = {
+    DPOptimizer: DPOptimizerFastGradientClipping,
+    DistributedDPOptimizer: DistributedDPOptimizerFastGradientClipping,
 }
 
 
@@ -54,8 +65,8 @@ def get_optimizer_class(
     chosen = _CLASSES.get((clipping, distributed))
     if chosen is DPOptimizer and grad_sample_mode in ("ghost_fsdp", "ghost_tp"):
         return FSDPOptimizerFastGradientClipping
-    if chosen is DPOptimizer and grad_sample_mode == "ghost":
-        chosen = DPOptimizerFastGradientClipping
+    if chosen is not None and grad_sample_mode == "ghost":
+        chosen = _GHOST.get(chosen, chosen)
     if chosen is None:
         here = ", ".join(sorted({name for name, across in _CLASSES if across == distributed})) or "none"
         raise ValueError(

@@ -128,7 +128,7 @@ class AdaClipDPOptimizer(DPOptimizer):
         """As for `DPOptimizer`, and for the options of the adaptation."""
         options = arguments["options"]
         problems = super().argument_problems(**arguments)
-        needed = [name for name in cls.OPTIONS if name not in DPOptimizer.OPTIONS]
+        needed = [name for name in AdaClipDPOptimizer.OPTIONS if name not in DPOptimizer.OPTIONS]
         missing = [name for name in needed if name not in options]
         if missing:
             return [*problems, f"{', '.join(missing)} must be given for adaptive clipping."]
@@ -211,12 +211,10 @@ class AdaClipDPOptimizer(DPOptimizer):
         home = Placement(self.params, reduction_device=self.reduction_device).reduction_device
         bound = self._bound_on(home, torch.float32)
         count = self._centred_count if self._centred_count is not None else bound.new_zeros(())
-        count = self.sum_over_ranks(count)
-        if self.noise_multiplier > 0:
-            noise = self.noise_stream().normal((), self.unclipped_num_std, count.device, count.dtype)
-            count = count + noise
+        count = self.noisy_total(count, self.unclipped_num_std)
         assert self.expected_batch_size is not None
-        fraction = count / (self.expected_batch_size * self.accumulated_iterations) + 0.5
+        expected = self.expected_batch_size * self.n_replicas * self.accumulated_iterations
+        fraction = count / expected + 0.5
         change = torch.exp(-self.clipbound_learning_rate * (fraction - self.target_unclipped_quantile))
         self._clipbound = (bound * change.to(bound)).clamp(self.min_clipbound, self.max_clipbound)
         self._centred_count = None

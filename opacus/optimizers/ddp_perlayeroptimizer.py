@@ -1,14 +1,11 @@
-"""Data parallel, per-layer clipping. Not available in this version; the names import and refuse."""
+"""Data parallel, per-layer clipping."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch.optim import Optimizer
-
-from opacus.distributed.unavailable import refuse
-from opacus.optimizers.optimizer import DPOptimizer
+from opacus.optimizers.ddpoptimizer import DistributedDPOptimizer
+from opacus.optimizers.perlayeroptimizer import (
+    DPPerLayerOptimizer,
+)
 from opacus.optimizers.perlayeroptimizer import (
     clip_and_accumulate_parameter as _clip_and_accumulate_parameter,  # noqa: F401  imported by existing code
 )
@@ -16,45 +13,21 @@ from opacus.optimizers.perlayeroptimizer import (
 __all__ = ["DistributedPerLayerOptimizer", "SimpleDistributedPerLayerOptimizer"]
 
 
-class DistributedPerLayerOptimizer(DPOptimizer):
-    """Not available in this version.
+class SimpleDistributedPerLayerOptimizer(DPPerLayerOptimizer, DistributedDPOptimizer):
+    """`DPPerLayerOptimizer` for replicas that train together.
 
-    Raises:
-        ConfigurationError: always.
+    Takes the arguments of `DPPerLayerOptimizer`; `expected_batch_size` and `process_group` are those of `DistributedDPOptimizer`.
+
+    Formal guarantee:
+        That of `DPPerLayerOptimizer`, for the union of the ranks' batches.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        *,
-        noise_multiplier: float,
-        max_grad_norm: float,
-        expected_batch_size: int | None,
-        loss_reduction: str = "mean",
-        generator: torch.Generator | None = None,
-        secure_mode: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        refuse(type(self).__name__)
+    OPTIONS = DistributedDPOptimizer.OPTIONS
 
 
-class SimpleDistributedPerLayerOptimizer(DPOptimizer):
-    """Not available in this version.
+class DistributedPerLayerOptimizer(SimpleDistributedPerLayerOptimizer):
+    """`SimpleDistributedPerLayerOptimizer` under the name that existing code has for models in torch's DistributedDataParallel.
 
-    Raises:
-        ConfigurationError: always.
+    Formal guarantee:
+        That of `SimpleDistributedPerLayerOptimizer`.
     """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        *,
-        noise_multiplier: float,
-        max_grad_norm: float,
-        expected_batch_size: int | None,
-        loss_reduction: str = "mean",
-        generator: torch.Generator | None = None,
-        secure_mode: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        refuse(type(self).__name__)

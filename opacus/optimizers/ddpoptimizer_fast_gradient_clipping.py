@@ -1,39 +1,18 @@
-"""Data parallel, mode "ghost". Not available in this version; the names import and refuse."""
+"""Data parallel, mode "ghost": the recorded name."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch.optim import Optimizer
-
-from opacus.distributed.unavailable import refuse
-from opacus.optimizers.optimizer import DPOptimizer
+from opacus.optimizers.ddpoptimizer import DistributedDPOptimizer
+from opacus.optimizers.optimizer_fast_gradient_clipping import DPOptimizerFastGradientClipping
 
 __all__ = ["DistributedDPOptimizerFastGradientClipping"]
 
 
-class DistributedDPOptimizerFastGradientClipping(DPOptimizer):
-    """Not available in this version.
+class DistributedDPOptimizerFastGradientClipping(DPOptimizerFastGradientClipping, DistributedDPOptimizer):
+    """`DistributedDPOptimizer` under its recorded name for mode "ghost".
 
-    Raises:
-        ConfigurationError: always.
+    Takes the arguments of `DistributedDPOptimizer`. A step without a backward of the wrapped loss is refused.
+
+    Formal guarantee:
+        That of `DistributedDPOptimizer`.
     """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        *,
-        noise_multiplier: float,
-        max_grad_norm: float,
-        expected_batch_size: int | None,
-        loss_reduction: str = "mean",
-        generator: torch.Generator | None = None,
-        secure_mode: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        refuse(type(self).__name__)
-
-    def reduce_gradients(self) -> None:
-        """Not reached: the constructor refuses."""
-        refuse(type(self).__name__)

@@ -247,6 +247,7 @@ class DPOptimizer(Optimizer):
             return False
         self.add_noise()
         self._sums_pending = False
+        self.reduce_gradients()
         self.scale_grad()
         if self.step_hook is not None:
             self.step_hook(self)
@@ -409,7 +410,7 @@ class DPOptimizer(Optimizer):
             drawn in at least float32 on the parameter's own device, before the cast to the parameter's dtype.
         """
         std = self.noise_std()
-        stream = self.noise_stream() if self.noise_multiplier > 0 else None
+        stream = self.noise_stream() if self.draws_noise() else None
         self._unrounded.clear()
         parameters = self.params
         sums = [summed for p in parameters if (summed := _summed(p)) is not None]
@@ -437,6 +438,18 @@ class DPOptimizer(Optimizer):
             if rounded is not total:  # keep what rounding lost until scale_grad is done
                 self._unrounded[id(p)] = (p.grad, total)
 
+    def draws_noise(self) -> bool:
+        """Whether this process adds the noise; of several that train together, one does."""
+        return self.noise_multiplier > 0
+
+    def reduce_gradients(self) -> None:
+        """Add up what several processes hold in `grad`; a single process holds it all."""
+
+    @property
+    def n_replicas(self) -> int:
+        """How many processes train together, each on `expected_batch_size` samples a step."""
+        return 1
+
     def noise_std(self) -> float | FactorCopies:
         """Standard deviation of the noise on the clipped sum; a tensor's copies where only a device knows it."""
         return float(self.noise_multiplier) * float(self.max_grad_norm)
@@ -451,6 +464,13 @@ class DPOptimizer(Optimizer):
                 home = Placement(self.params, reduction_device=self.reduction_device).reduction_device
                 self._noise = NoiseStream(self.generator, home)
         return self._noise
+
+    def noisy_total(self, value: Tensor, std: float) -> Tensor:
+        """`value`, a number, added up over all ranks, with noise of standard deviation `std` once (none where sigma is 0)."""
+        value = self.sum_over_ranks(value)
+        if self.draws_noise():
+            value = value + self.noise_stream().normal((), std, value.device, value.dtype)
+        return value
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         """What all ranks' samples add up to, of a value that each rank computed from its own; `value` itself in one process."""
@@ -468,7 +488,7 @@ class DPOptimizer(Optimizer):
             self._unrounded.clear()
             return
         assert self.expected_batch_size is not None
-        divisor = self.expected_batch_size * self.accumulated_iterations
+        divisor = self.expected_batch_size * self.n_replicas * self.accumulated_iterations
         whole: list[Tensor] = []
         for p in self.params:
             if p.grad is None:

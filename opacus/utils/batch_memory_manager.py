@@ -16,7 +16,9 @@ from scipy.special import bdtrc
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from opacus.data_loader import loading_settings
+from opacus.distributed.groups import largest, size_of
 from opacus.errors import raise_if_any
+from opacus.utils.collate import CollateFnWithEmpty
 from opacus.utils.resumable import ResumableDataLoader
 from opacus.utils.sample_rate import dataset_problems
 
@@ -30,7 +32,8 @@ class BatchSplittingSampler(Sampler[list[int]]):
     """Cuts each logical batch of `sampler` into physical batches, and tells the optimizer which of them step.
 
     The physical batches of one logical batch differ in size by at most one. An empty logical batch is one empty
-    physical batch, and steps: noise is due, and accounted, for it as for any other.
+    physical batch, and steps: noise is due, and accounted, for it as for any other. With an optimizer of several ranks, all of them
+    cut their shares of a logical batch into the same number of physical batches, some of which may be empty.
 
     Args:
         sampler: yields logical batches, lists of record indices.
@@ -59,7 +62,7 @@ class BatchSplittingSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         self.settle()
         for batch in self.sampler:
-            pieces = max(1, math.ceil(len(batch) / self.max_batch_size))
+            pieces = self._pieces(len(batch))
             shortest, longer = divmod(len(batch), pieces)
             start = 0
             for piece in range(pieces):
@@ -70,6 +73,14 @@ class BatchSplittingSampler(Sampler[list[int]]):
                 yield batch[start:end]
                 start = end
         self._exhausted = True
+
+    def _pieces(self, records: int) -> int:
+        """Number of physical batches for a logical batch of so many records; the most that any rank needs."""
+        needed = max(1, math.ceil(records / self.max_batch_size))
+        group = getattr(self.optimizer, "process_group", None)
+        if group is None or size_of(group) == 1:
+            return needed
+        return largest(needed, group, self.optimizer.params[0].device)
 
     def __len__(self) -> int:
         """Number of physical batches: exact for batches of fixed size, the expected number for Poisson sampling."""
@@ -183,10 +194,18 @@ def wrap_data_loader(*, data_loader: DataLoader, max_batch_size: int, optimizer:
         batch_sampler=BatchSplittingSampler(
             sampler=data_loader.batch_sampler, max_batch_size=max_batch_size, optimizer=optimizer
         ),
-        collate_fn=data_loader.collate_fn,
+        collate_fn=_collate_fn(data_loader, optimizer),
         generator=data_loader.generator,
         **loading_settings(data_loader),
     )
+
+
+def _collate_fn(data_loader: DataLoader, optimizer: Any) -> Any:
+    """One that accepts no records, where other ranks may need more physical batches than this one."""
+    collate_fn = data_loader.collate_fn
+    if getattr(optimizer, "process_group", None) is None or isinstance(collate_fn, CollateFnWithEmpty):
+        return collate_fn
+    return CollateFnWithEmpty(collate_fn, True, False, dataset=data_loader.dataset)
 
 
 def _expected_pieces(num_samples: int, sample_rate: float, limit: int) -> float:

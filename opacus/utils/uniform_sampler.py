@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,6 +94,7 @@ class DistributedUniformWithReplacementSampler(Sampler[list[int]]):
         shuffle_seed: seed of that order; must be the same on all ranks.
         steps: batches per iteration; `1 / sample_rate`, rounded down, when `None`. The same on all ranks.
         generator: stream of this rank's draws, on any device.
+        process_group: the ranks that share the records; all ranks when `None`.
 
     Raises:
         ConfigurationError: when `torch.distributed` has no process group, or for arguments that make no sense.
@@ -111,10 +113,12 @@ class DistributedUniformWithReplacementSampler(Sampler[list[int]]):
         shuffle_seed: int = 0,
         steps: int | None = None,
         generator: torch.Generator | None = None,
+        process_group: Any = None,
     ) -> None:
         problems = sampler_problems("total_size", total_size, sample_rate, steps)
         try:
-            self.rank, self.num_replicas = dist.get_rank(), dist.get_world_size()
+            where = () if process_group is None else (process_group,)
+            self.rank, self.num_replicas = dist.get_rank(*where), dist.get_world_size(*where)
         except (
             AttributeError,
             ValueError,
