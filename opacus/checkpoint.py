@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from opacus.devices import NoiseStream
 from opacus.errors import raise_if_any
 from opacus.grad_sample import AbstractGradSampleHooks, AbstractGradSampleModule
 from opacus.optimizers import DPOptimizer
@@ -137,6 +138,7 @@ def load(
 
 
 def _run_state(engine: PrivacyEngine, module: Any, optimizer: Optimizer | None) -> dict[str, Any]:
+    noise = optimizer.noise_stream() if isinstance(optimizer, DPOptimizer) else None  # may draw its seed
     run: dict[str, Any] = {"version": VERSION, "random": default_states(_devices(module))}
     if engine.sampling is not None:
         run["sampling"] = engine.sampling.state_dict()
@@ -149,7 +151,7 @@ def _run_state(engine: PrivacyEngine, module: Any, optimizer: Optimizer | None) 
             "max_grad_norm": float(optimizer.max_grad_norm) if bounds is None else [float(c) for c in bounds],
             "nonfinite_samples": optimizer.nonfinite_samples,
         }
-        run["noise"] = optimizer.noise_stream().state_dict()
+        run["noise"] = noise.state_dict()  # type: ignore[union-attr]
     return run
 
 
@@ -167,7 +169,24 @@ def _restore_run(
         optimizer.zero_grad()
         _tell_of_changes(optimizer, run["privacy"])
         optimizer._nonfinite = {torch.device("cpu"): torch.tensor(run["privacy"]["nonfinite_samples"])}
-        restore_noise(optimizer.noise_stream(), run["noise"], devices)
+        if _repeats_default_stream(optimizer, run):
+            optimizer._noise = None  # a new one
+            optimizer.noise_stream()
+        else:
+            restore_noise(optimizer.noise_stream(), run["noise"], devices)
+
+
+def _repeats_default_stream(optimizer: DPOptimizer, run: Mapping[str, Any]) -> bool:
+    """Whether noise came from torch's default generator when the run was saved, and comes from a stream of its own now.
+
+    Both would draw the same numbers if both went on from the saved state: over several processes, and saved by one.
+    """
+    stream = optimizer.noise_stream()
+    if not isinstance(stream, NoiseStream) or optimizer.generator is not None or stream.generator is None:
+        return False
+    return any(
+        torch.equal(state, default) for state in run["noise"].values() for default in run["random"].values()
+    )
 
 
 def _tell_of_changes(optimizer: DPOptimizer, saved: Mapping[str, Any]) -> None:
