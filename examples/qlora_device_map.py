@@ -46,7 +46,9 @@ def base(devices: list[torch.device]) -> LlamaForCausalLM:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--epsilon", type=float, default=8.0)
     options = parser.parse_args()
@@ -73,11 +75,15 @@ def main() -> None:
         seen = []
         for (ids,) in loader:  # a Poisson sample, empty at times
             optimizer.zero_grad()
-            loss = model(input_ids=ids, labels=ids).loss  # rows are equally long: the mean over tokens is the mean over rows
+            loss = model(
+                input_ids=ids, labels=ids
+            ).loss  # rows are equally long: the mean over tokens is the mean over rows
             loss.backward()
             optimizer.step()
-            seen.append(float(loss))
-        print(f"epoch {epoch + 1}: loss {sum(seen) / len(seen):.3f}, epsilon {engine.get_epsilon(1e-3):.2f}")
+            seen += [loss.item()] if len(ids) else []
+        print(
+            f"epoch {epoch + 1}: loss {sum(seen) / max(1, len(seen)):.3f}, epsilon {engine.get_epsilon(1e-3):.2f}"
+        )
 
     hooks.cleanup()
     with tempfile.TemporaryDirectory() as folder:
@@ -85,7 +91,9 @@ def main() -> None:
         loaded = PeftModel.from_pretrained(base(devices), folder)  # plain PEFT, no trace of privacy
     with torch.no_grad():
         difference = (loaded(ids).logits - model(ids).logits).abs().max() if len(ids) else torch.zeros(())
-    print(f"{len(devices)} devices: {', '.join(map(str, devices))}; the saved adapter differs by {float(difference):.1g}")
+    print(
+        f"{len(devices)} devices: {', '.join(map(str, devices))}; the saved adapter differs by {float(difference):.1g}"
+    )
 
 
 if __name__ == "__main__":

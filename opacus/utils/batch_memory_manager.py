@@ -189,7 +189,7 @@ def wrap_data_loader(*, data_loader: DataLoader, max_batch_size: int, optimizer:
     problems = _size_problems("max_batch_size", max_batch_size)
     problems += _optimizer_problems(optimizer) + _loader_problems(data_loader)
     raise_if_any("logical batches cannot be split", problems)
-    return ResumableDataLoader(
+    loader = ResumableDataLoader(
         data_loader.dataset,
         batch_sampler=BatchSplittingSampler(
             sampler=data_loader.batch_sampler, max_batch_size=max_batch_size, optimizer=optimizer
@@ -198,6 +198,8 @@ def wrap_data_loader(*, data_loader: DataLoader, max_batch_size: int, optimizer:
         generator=data_loader.generator,
         **loading_settings(data_loader),
     )
+    loader.place = getattr(data_loader, "place", None)
+    return loader
 
 
 def _collate_fn(data_loader: DataLoader, optimizer: Any) -> Any:

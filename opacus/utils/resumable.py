@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,9 +61,18 @@ class ResumableDataLoader(DataLoader):
 
     torch's loader starts each pass by drawing a seed for its workers. Where an epoch is resumed, that draw belongs to the
     part of it that is over.
+
+    Attributes:
+        place: applied to each batch in the main process, e.g. to move it to a device; None leaves batches as they are.
     """
 
+    place: Callable[[Any], Any] | None = None
+
     def __iter__(self) -> Any:
+        batches = self._batches()
+        return batches if self.place is None else map(self.place, batches)
+
+    def _batches(self) -> Any:
         counter = _counter(self.batch_sampler)
         if counter is None or not counter.resumes or self.num_workers > 0:
             return super().__iter__()

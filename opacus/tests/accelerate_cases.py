@@ -1,0 +1,137 @@
+"""What `accelerate_ranks_test` runs on each rank: training through `prepare_private` against one process on the union of the batches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import accelerate
+import torch
+import torch.distributed as dist
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus import PrivacyEngine
+from opacus.integrations.accelerate import prepare_private
+
+ROWS, STEPS, C = 12, 3, 0.3
+
+
+class Blocks(nn.Module):
+    """Two blocks and a head, in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return (
+        torch.randn(ROWS, 6, generator=generator, dtype=torch.float64),
+        torch.randint(0, 3, (ROWS,), generator=generator),
+    )
+
+
+def accelerator_for(kind: str, **options: Any) -> accelerate.Accelerator:
+    """An accelerator for this rank's group; Accelerate knows FSDP on accelerators only, so on CPUs it is told."""
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # the group is there already
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerator = accelerate.Accelerator(cpu=True, **options)
+    assert accelerator.num_processes == dist.get_world_size()
+    if kind == "fsdp2":
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = accelerate.FullyShardedDataParallelPlugin(
+            fsdp_version=2, cpu_ram_efficient_loading=False
+        )
+    return accelerator
+
+
+def shares(rank: int, world: int) -> Iterator[slice]:
+    """For each step, the rows of one rank; the ranks' shares differ in size, and one is empty."""
+    cuts = ((0, 5), (0, 0), (0, ROWS)) if world == 2 else ()
+    for start, cut in cuts:
+        yield slice(start, cut) if rank == 0 else slice(cut, ROWS)
+
+
+def train(model: Any, optimizer: Any, mine: Any, backward: Any) -> None:
+    x, y = rows()
+    for share in mine:
+        optimizer.zero_grad()
+        backward(nn.functional.cross_entropy(model(x[share]), y[share], reduction="sum"))
+        optimizer.step()
+
+
+def settings() -> dict[str, Any]:
+    return {
+        "noise_multiplier": 0.0,
+        "max_grad_norm": C,
+        "poisson_sampling": False,
+        "loss_reduction": "sum",
+    }
+
+
+def warm_up(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """A step that leaves state in the optimizer."""
+    model(torch.ones(1, 6, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def update_error(kind: str, *, warm: bool) -> tuple[float, int]:
+    """Largest difference of this rank's trained parameters from one process's; and steps accounted."""
+    accelerator = accelerator_for(kind)
+    model: Any = Blocks()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.05)
+    if warm:
+        warm_up(model, optimizer)
+    engine = PrivacyEngine()
+    plain = model
+    loader = DataLoader(TensorDataset(*rows()), batch_size=ROWS // accelerator.num_processes)
+    model, optimizer, _, _ = prepare_private(
+        accelerator, model, optimizer, loader, privacy_engine=engine, **settings()
+    )
+    train(
+        model, optimizer, shares(accelerator.process_index, accelerator.num_processes), accelerator.backward
+    )
+    wanted = one_process(warm)
+    if hasattr(plain, "reshard"):
+        plain.reshard()
+    worst = 0.0
+    for name, p in plain.named_parameters():
+        found = p.full_tensor() if hasattr(p, "full_tensor") else p
+        worst = max(worst, float((found.detach() - wanted[name]).abs().max()))
+    return worst, len(engine.accountant)
+
+
+def one_process(warm: bool) -> dict[str, Tensor]:
+    """One process on the union of the batches: plain torch, sample by sample."""
+    model = Blocks()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    if warm:
+        warm_up(model, optimizer)
+    x, y = rows()
+    for _ in range(STEPS):
+        sums = [torch.zeros_like(p) for p in model.parameters()]
+        for i in range(ROWS):
+            loss = nn.functional.cross_entropy(model(x[i : i + 1]), y[i : i + 1])
+            grads = torch.autograd.grad(loss, list(model.parameters()))
+            norm = float(torch.cat([g.flatten() for g in grads]).norm())
+            for total, g in zip(sums, grads, strict=True):
+                total += g * min(1.0, C / norm)
+        for p, total in zip(model.parameters(), sums, strict=True):
+            p.grad = total
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
