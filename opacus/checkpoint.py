@@ -10,10 +10,20 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from opacus.devices import NoiseStream
+from opacus.distributed.sharded_checkpoint import (
+    Shards,
+    flat,
+    of_this_rank,
+    open_shards,
+    save_shards,
+    states_of_all_ranks,
+    without_tensors,
+)
+from opacus.distributed.sharding import is_sharded_model, reshard
 from opacus.errors import raise_if_any
 from opacus.grad_sample import AbstractGradSampleHooks, AbstractGradSampleModule
 from opacus.optimizers import DPOptimizer
@@ -27,7 +37,7 @@ from opacus.utils.checkpoint_checks import (
     scheduler_problems,
 )
 from opacus.utils.checkpoint_file import CheckpointError, FileLike, read, write
-from opacus.utils.random_states import default_states, restore_default_states, restore_noise
+from opacus.utils.random_states import dealt_anew, default_states, restore_default_states, restore_noise
 
 if TYPE_CHECKING:
     from opacus.privacy_engine import PrivacyEngine
@@ -59,6 +69,7 @@ def save(
     torch_save_kwargs: Mapping[str, Any] | None,
 ) -> None:
     """See `PrivacyEngine.save_checkpoint`; `schedulers` by parameter name, None where there is none."""
+    reshard(_inner(module))
     if getattr(optimizer, "_is_last_step_skipped", False):
         warnings.warn(
             "the checkpoint is taken within a logical batch, whose physical batches so far will be missing after loading it. "
@@ -73,8 +84,19 @@ def save(
     for name, scheduler in schedulers.items():
         if scheduler is not None:
             content[_SCHEDULERS[name]] = scheduler.state_dict()
-    content[_RUN] = _run_state(engine, module, optimizer)
-    write(content, path, torch_save_kwargs)
+    run = _run_state(engine, module, optimizer)
+    if not is_sharded_model(_inner(module)):
+        content[_RUN] = run
+        write(content, path, torch_save_kwargs)
+        return
+    content[_RUN] = {"version": VERSION, "ranks": states_of_all_ranks(run)}
+    tensors = flat(_MODULE, content[_MODULE])
+    content[_MODULE] = without_tensors(content[_MODULE])
+    if optimizer is not None:
+        saved = content[_OPTIMIZER]
+        tensors |= flat(_OPTIMIZER, saved["state"])
+        content[_OPTIMIZER] = {**saved, "state": without_tensors(saved["state"])}
+    save_shards(content, tensors, path, torch_save_kwargs)
 
 
 def load(
@@ -88,7 +110,9 @@ def load(
     torch_load_kwargs: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """See `PrivacyEngine.load_checkpoint`; `schedulers` by parameter name, None where there is none."""
-    checkpoint = read(path, torch_load_kwargs)
+    shards = open_shards(path, torch_load_kwargs)
+    raise_if_any("the checkpoint cannot be loaded", _kind_problems(module, shards), CheckpointError)
+    checkpoint = read(path, torch_load_kwargs) if shards is None else _contents(shards, module, optimizer)
     if not isinstance(checkpoint, Mapping):
         problem = f"it holds a {type(checkpoint).__name__}, not a dictionary. Save with save_checkpoint."
         raise CheckpointError("the checkpoint cannot be loaded", [problem])
@@ -115,6 +139,8 @@ def load(
     if _RUN in checkpoint:
         problems += run_problems(run, engine.sampling, optimizer, _devices(module))
     raise_if_any("the checkpoint cannot be loaded", problems, CheckpointError)
+    if shards is not None:
+        shards.fetch()
 
     if len(engine.accountant) > sum(int(entry[2]) for entry in saved[_ACCOUNTANT]["history"]):
         warnings.warn(
@@ -132,6 +158,50 @@ def load(
         _restore_run(engine, module, optimizer, run)
     hidden = {_RUN, _OPTIMIZER, *_SCHEDULERS.values()}
     return {key: value for key, value in checkpoint.items() if key not in hidden}
+
+
+# ---------------------------------------------------------------------------------------------- sharded models
+
+
+def _kind_problems(module: Any, shards: Shards | None) -> list[str]:
+    if is_sharded_model(_inner(module)) == (shards is not None):
+        return []
+    if shards is None:
+        return [
+            "it is a single file, but the module is sharded. Load it before sharding, or save from the sharded module."
+        ]
+    return ["it is a folder of shards, but the module is not sharded. Shard it as when it was saved."]
+
+
+def _contents(shards: Shards, module: Any, optimizer: Optimizer | None) -> dict[str, Any]:
+    """What a checkpoint's file would hold; tensors have their shapes, and their values once they are fetched."""
+    inner = _inner(module)
+    reshard(inner)
+    own = {key.removeprefix(_WRAPPER): value for key, value in _stateful(module).state_dict().items()}
+    contents = dict(shards.rest)
+    weights = shards.group(_MODULE, lambda keys: own.get("/".join(keys).removeprefix(_WRAPPER)))
+    contents[_MODULE] = {
+        **contents.get(_MODULE, {}),
+        **{"/".join(keys): tensor for keys, tensor in weights.items()},
+    }
+    if optimizer is not None and isinstance(contents.get(_OPTIMIZER), Mapping):
+        everything = [p for group in optimizer.param_groups for p in group["params"]]
+        saved = {**contents[_OPTIMIZER], "state": dict(contents[_OPTIMIZER].get("state", {}))}
+        sizes = shards.sizes(_OPTIMIZER)
+
+        def like(keys: tuple[str, ...]) -> Tensor | None:
+            index = int(keys[0])
+            fits = index < len(everything) and tuple(everything[index].shape) == sizes[keys]
+            return everything[index] if fits else None
+
+        for (index, *names), tensor in shards.group(_OPTIMIZER, like).items():
+            entry = saved["state"][int(index)] = dict(saved["state"].get(int(index), {}))
+            entry["/".join(names)] = tensor
+        contents[_OPTIMIZER] = saved
+    run = contents.get(_RUN)
+    if isinstance(run, Mapping) and isinstance(run.get("ranks"), list) and run["ranks"]:
+        contents[_RUN] = {"version": run.get("version"), **of_this_rank(run["ranks"], dealt_anew)}
+    return contents
 
 
 # --------------------------------------------------------------- what a run is, besides weights and counts

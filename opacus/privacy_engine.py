@@ -360,8 +360,11 @@ class PrivacyEngine:
 
         The file is complete or the previous one: it is written under another name, read back, and renamed.
 
+        Of a sharded model (FSDP2, HSDP, tensor parallel) every rank calls this with one path, which becomes a folder: each rank
+        writes its shards there, with `torch.distributed.checkpoint`. It too is complete or the previous one.
+
         Args:
-            path: where to; in a file object's case everything comes in one `write`.
+            path: where to; in a file object's case everything comes in one `write`. For a sharded model a folder that all ranks see.
             module: the model, wrapped or plain, or its hooks.
             optimizer: the private optimizer: the inner optimizer's state, noise multiplier, clipping norms, and the noise's stream.
             noise_scheduler, grad_clip_scheduler: schedules whose state is saved too.
@@ -411,8 +414,12 @@ class PrivacyEngine:
         not be. On another type of device new streams are seeded from the saved ones. Generators of Python and NumPy, and those in
         workers, are not saved.
 
+        A sharded run goes on in the same way on as many ranks. On another number of ranks, or another mesh, weights, optimizer state
+        and epsilon are the same, and each rank reads its part; noise, batches and dropout come from new streams. The noise's are
+        seeded by numbers counted on from those of all layouts that led to the checkpoint, so none of its noise is drawn again.
+
         Args:
-            path: what `save_checkpoint`, here or of Opacus 1.6.0, wrote.
+            path: what `save_checkpoint`, here or of Opacus 1.6.0, wrote; every rank of a sharded run passes the same.
             module: the model, wrapped or plain, or its hooks.
             optimizer: the private optimizer; its noise multiplier and clipping norms become the saved ones.
             noise_scheduler, grad_clip_scheduler: schedules to go on with.

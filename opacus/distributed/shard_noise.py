@@ -184,6 +184,19 @@ class ShardNoise:
             gathered = [one for part in parts for one in part]
         yield from gathered
 
+    def state_problems(self, state: Any) -> list[str]:
+        """What `load_state_dict` could not use, a sentence each."""
+        if self.secure is not None or state == {}:
+            return []
+        wanted = {"base": int, "offset": int, "span": int, "pattern": str, "streams": dict}
+        if not isinstance(state, Mapping):
+            return [f"the saved state of the noise is a {type(state).__name__}, not a dictionary."]
+        return [
+            f"the saved state of the noise has no {name!r}, or no {kind.__name__} there."
+            for name, kind in wanted.items()
+            if not isinstance(state.get(name), kind)
+        ]
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on behind every number drawn before `state` was taken.
 

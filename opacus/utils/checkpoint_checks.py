@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from opacus.distributed.shard_noise import ShardNoise
 from opacus.errors import ConfigurationError
 from opacus.optimizers import DPOptimizer
 from opacus.optimizers.arguments import is_number, positive_number_problems
@@ -158,8 +159,12 @@ def run_problems(
         problems += sampling.problems(run["sampling"])
     if isinstance(optimizer, DPOptimizer) and "privacy" in run:
         problems += _privacy_problems(optimizer, run["privacy"])
-        home = getattr(optimizer.noise_stream(), "home", cpu)
-        problems += state_problems("the saved state of the noise", run.get("noise"), [home, *devices])
+        stream = optimizer.noise_stream()
+        if isinstance(stream, ShardNoise):
+            problems += stream.state_problems(run.get("noise"))
+        else:
+            home = getattr(stream, "home", cpu)
+            problems += state_problems("the saved state of the noise", run.get("noise"), [home, *devices])
     return problems
 
 

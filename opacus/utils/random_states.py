@@ -6,7 +6,7 @@ seeded from the saved state, so that numbers drawn earlier are not drawn again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from opacus.devices import NoiseStream, _derived_seed
 
 __all__ = [
+    "dealt_anew",
     "default_states",
     "generator_state",
     "restore_default_states",
@@ -39,6 +40,62 @@ def restore_default_states(states: Mapping[str, Tensor], devices: Iterable[torch
     for device in devices:
         if device.type not in ("cpu", "meta") and str(device) in states:
             torch.get_device_module(device).set_rng_state(states[str(device)], device)
+
+
+def dealt_anew(runs: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any]:
+    """The state of a run on another number of ranks: what is the ranks' own is seeded anew from all of theirs.
+
+    Args:
+        runs: the saved states, by rank: torch's generators under "random", the loader's under "sampling".
+        rank: whose the new state is.
+
+    Returns:
+        The first rank's state with other states of generators, and with the other ranks' counts added.
+
+    Formal guarantee:
+        Seeds are 32 bits of a hash of all saved states and the rank. (The noise is no part of this: `ShardNoise` counts its seeds.)
+    """
+    first = dict(runs[0])
+    names = {name for run in runs for name in run["random"]} | _current_devices()
+    first["random"] = {
+        name: _mixed([run["random"].get(name) for run in runs], rank, name)
+        for name in names
+        if _is_here(name)
+    }
+    if "sampling" in first:
+        of_all = [run["sampling"]["generators"] for run in runs]
+        first["sampling"] = {
+            **first["sampling"],
+            "generators": {
+                which: {
+                    name: _mixed([one[which].get(name) for one in of_all], rank, name)
+                    for name in states
+                    if _is_here(name)
+                }
+                for which, states in of_all[0].items()
+            },
+        }
+    if "privacy" in first:
+        skipped = sum(run["privacy"]["nonfinite_samples"] for run in runs)
+        first["privacy"] = {**first["privacy"], "nonfinite_samples": skipped if rank == 0 else 0}
+    return first
+
+
+def _current_devices() -> set[str]:
+    return {f"cuda:{torch.cuda.current_device()}"} if torch.cuda.is_available() else set()
+
+
+def _is_here(device: str) -> bool:
+    """Whether this machine has it."""
+    kind, _, index = device.partition(":")
+    return kind == "cpu" or int(index or 0) < torch.get_device_module(kind).device_count()
+
+
+def _mixed(states: Sequence[Tensor | None], rank: int, device: str) -> Tensor:
+    known = torch.cat(
+        [state.flatten() for state in states if state is not None] + [torch.tensor([rank], dtype=torch.uint8)]
+    )
+    return torch.Generator(device).manual_seed(_derived_seed(known, device)).get_state().cpu()
 
 
 def generator_state(generator: torch.Generator | None) -> dict[str, Tensor]:
