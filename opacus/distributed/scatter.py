@@ -23,6 +23,9 @@ from opacus.distributed.sharding import Layout, axes_of, is_sharded, layout_of, 
 
 __all__ = ["BUCKET_ELEMENTS", "reduce_to_shards", "sum_over_data_ranks"]
 
+# the name that newer versions of torch prefer
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 BUCKET_ELEMENTS = 1 << 24  # 64 MiB of float32: large enough for full bandwidth, small next to a gradient
 
 
@@ -121,7 +124,7 @@ def _send(members: list[_Member], form: Callable[[Tensor], Tensor | None]) -> _T
         return _Travelling(members, flat, flat[0], None)
     received = flat.new_empty(flat.shape[1])
     group = first.layout.mesh.get_group(first.layout.shard[0])  # type: ignore[index]
-    work = dist.reduce_scatter_tensor(received, flat.view(-1), group=group, async_op=True)
+    work = _reduce_scatter(received, flat.view(-1), group=group, async_op=True)
     return _Travelling(members, flat, received, work)
 
 
