@@ -208,7 +208,8 @@ def _contents(shards: Shards, module: Any, optimizer: Optimizer | None) -> dict[
 
 
 def _run_state(engine: PrivacyEngine, module: Any, optimizer: Optimizer | None) -> dict[str, Any]:
-    noise = optimizer.noise_stream() if isinstance(optimizer, DPOptimizer) else None  # may draw its seed
+    # first: it may draw its seed
+    noise = optimizer.noise_stream().state_dict() if isinstance(optimizer, DPOptimizer) else None
     run: dict[str, Any] = {"version": VERSION, "random": default_states(_devices(module))}
     if engine.sampling is not None:
         run["sampling"] = engine.sampling.state_dict()
@@ -221,7 +222,7 @@ def _run_state(engine: PrivacyEngine, module: Any, optimizer: Optimizer | None) 
             "max_grad_norm": float(optimizer.max_grad_norm) if bounds is None else [float(c) for c in bounds],
             "nonfinite_samples": optimizer.nonfinite_samples,
         }
-        run["noise"] = noise.state_dict()  # type: ignore[union-attr]
+        run["noise"] = noise
     return run
 
 

@@ -9,6 +9,7 @@ Every rank walks the same parameters in the same order, whatever its own samples
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opacus.devices import computing_device
+from opacus.distributed.groups import lost_rank
 from opacus.distributed.sharding import Layout, axes_of, is_sharded, layout_of, local_of
 
 __all__ = ["BUCKET_ELEMENTS", "reduce_to_shards", "sum_over_data_ranks"]
@@ -62,6 +64,9 @@ def reduce_to_shards(
             device, at least float32.
         model_axes: names of the mesh axes that are tensor parallel: nothing is added up over them.
         cap: elements of a bucket; `BUCKET_ELEMENTS` by default.
+
+    Raises:
+        RankLostError: if a rank does not come.
 
     Formal guarantee:
         Each rank's gradient enters the sum exactly once, with factor 1.
@@ -124,7 +129,8 @@ def _send(members: list[_Member], form: Callable[[Tensor], Tensor | None]) -> _T
         return _Travelling(members, flat, flat[0], None)
     received = flat.new_empty(flat.shape[1])
     group = first.layout.mesh.get_group(first.layout.shard[0])  # type: ignore[index]
-    work = _reduce_scatter(received, flat.view(-1), group=group, async_op=True)
+    with _named(group):
+        work = _reduce_scatter(received, flat.view(-1), group=group, async_op=True)
     return _Travelling(members, flat, received, work)
 
 
@@ -155,12 +161,24 @@ def _zeros(member: _Member, ranks: int, width: int, dtype: torch.dtype) -> Tenso
     return torch.zeros(ranks, width, dtype=dtype, device=computing_device(member.parameter))
 
 
+@contextlib.contextmanager
+def _named(group: Any) -> Iterator[None]:
+    """Say what failed, and which ranks are silent, where a collective of `group` does."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise lost_rank(group, "add up clipped gradients over ranks", error) from error
+
+
 def _arrive(bucket: _Travelling, receive: Callable[[Tensor, Tensor], None]) -> None:
-    if bucket.work is not None:
-        bucket.work.wait()
     received, layout = bucket.received, bucket.members[0].layout
+    if bucket.work is not None:
+        with _named(layout.mesh.get_group(layout.shard[0])):  # type: ignore[index]
+            bucket.work.wait()
     for axis in layout.copies:
-        dist.all_reduce(received, group=layout.mesh.get_group(axis))
+        group = layout.mesh.get_group(axis)
+        with _named(group):
+            dist.all_reduce(received, group=group)
     parts = received.split([member.layout.padded for member in bucket.members])
     for member, part in zip(bucket.members, parts, strict=True):
         local, dim = member.layout.local, member.layout.dim
