@@ -28,6 +28,7 @@ __all__ = [
     "loader_problems",
     "loading_settings",
     "sample_rate_of",
+    "sampling_generator",
     "shape_safe",
     "switch_generator",
     "wrap_collate_with_empty",
@@ -178,7 +179,7 @@ class DPDataLoader(ResumableDataLoader):
             data_loader.dataset,
             sample_rate=sample_rate,
             collate_fn=data_loader.collate_fn,
-            generator=_sampling_generator(data_loader) if generator is None else generator,
+            generator=sampling_generator(data_loader) if generator is None else generator,
             distributed=distributed,
             batch_first=batch_first,
             rand_on_empty=rand_on_empty,
@@ -252,7 +253,7 @@ def loading_settings(data_loader: DataLoader) -> dict[str, Any]:
     return {name: getattr(data_loader, name) for name in _CARRIED_OVER if hasattr(data_loader, name)}
 
 
-def _sampling_generator(data_loader: DataLoader) -> torch.Generator | None:
+def sampling_generator(data_loader: DataLoader) -> torch.Generator | None:
     """The stream batches are drawn from, which for a Poisson sampler may be on an accelerator."""
     return getattr(data_loader.batch_sampler, "generator", None) or data_loader.generator
 

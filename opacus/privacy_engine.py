@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 from opacus import checkpoint
 from opacus.accountants import create_accountant
 from opacus.accountants.utils import get_noise_multiplier
-from opacus.data_loader import DPDataLoader
+from opacus.data_loader import DPDataLoader, sampling_generator
 from opacus.distributed.following import DataParallel
-from opacus.distributed.sharding import is_fsdp
+from opacus.distributed.records import share_of_records
 from opacus.errors import ConfigurationError
 from opacus.grad_sample import (
     AbstractGradSampleHooks,
@@ -201,10 +201,13 @@ class PrivacyEngine:
         private_loader = (
             DPDataLoader.from_data_loader(
                 data_loader,
-                distributed=parallel is not None or is_fsdp(inner),
                 batch_first=batch_first,
                 rand_on_empty=rand_on_empty,
-                process_group=None if parallel is None else parallel.group,
+                **(
+                    share_of_records(inner, sampling_generator(data_loader))
+                    if parallel is None
+                    else {"distributed": True, "process_group": parallel.group}
+                ),
             )
             if poisson_sampling
             else data_loader

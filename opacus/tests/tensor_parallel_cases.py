@@ -5,6 +5,7 @@ The expected values come from `expected_sums`: one process, float64, one sample 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +24,10 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from opacus import PrivacyEngine
 from opacus.grad_sample import wrap_model
 from opacus.optimizers import get_optimizer_class
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 
 VOCABULARY, WIDTH, HIDDEN, POSITIONS = 11, 6, 8, 4
@@ -128,6 +131,8 @@ def expected_sums(
     without: str = "-",
 ) -> dict[str, Tensor]:
     """sum_i c_i g_i of each parameter whose name does not contain `without`."""
+    if not len(ids):
+        return {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     rows = {name: g for name, g in sample_gradients(model, ids).items() if without not in name}
     if weights is not None:
         rows = {name: torch.einsum("b,b...->b...", weights, g) for name, g in rows.items()}
@@ -379,5 +384,109 @@ def refusal_of(layer: nn.Module, names: Sequence[str], mode: str, dim: int = 0, 
     try:
         wrap_model(model, mode)
     except (ValueError, NotImplementedError) as error:
+        return str(error)
+    return ""
+
+
+class Records(torch.utils.data.Dataset):
+    """Each record is a row of ids, twice: input and target of `Losses`."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self.ids = ids
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return self.ids[i], self.ids[i]
+
+
+@dataclass
+class Run:
+    """What one rank saw and ended with."""
+
+    batches: list[Tensor]
+    parameters: dict[str, Tensor]
+    steps: int
+    epsilon: float
+
+
+def train(
+    setting: Setting, records: int, batch_size: int, epochs: int = 1, physical: int | None = None
+) -> Run:
+    """`make_private` and plain SGD of step 0.5; ranks are seeded differently."""
+    model = net()
+    spread(model, setting)
+    torch.manual_seed(100 + dist.get_rank())
+    data = Records(batch(records, seed=3))
+    engine = PrivacyEngine(accountant="rdp")
+    made = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        criterion=Losses(setting.reduction),
+        data_loader=torch.utils.data.DataLoader(data, batch_size=batch_size),
+        noise_multiplier=setting.noise_multiplier,
+        max_grad_norm=setting.norm,
+        loss_reduction=setting.reduction,
+        clipping=setting.clipping,
+        grad_sample_mode=setting.mode,
+        wrap_model=setting.wrap,
+    )
+    module, optimizer, loader = made[0], made[1], made[-1]
+    criterion = made[2] if len(made) == 4 else Losses(setting.reduction)
+    runs = module if setting.wrap else model
+    batches: list[Tensor] = []
+    for _ in range(epochs):
+        with contextlib.ExitStack() as stack:
+            if physical is not None:
+                loader_now = stack.enter_context(
+                    BatchMemoryManager(
+                        data_loader=loader, max_physical_batch_size=physical, optimizer=optimizer
+                    )
+                )
+            else:
+                loader_now = loader
+            logical: list[Tensor] = []
+            for ids, target in loader_now:
+                optimizer.zero_grad()
+                criterion(runs(ids), target).backward()
+                optimizer.step()
+                logical.append(ids)
+                if not optimizer._is_last_step_skipped:
+                    batches.append(torch.cat(logical))
+                    logical = []
+    optimizer.zero_grad()
+    parameters = {name: whole(p.detach()) for name, p in model.named_parameters()}
+    return Run(batches, parameters, len(engine.accountant), engine.get_epsilon(1e-5))
+
+
+def expected_run(batches: Sequence[Tensor], setting: Setting, batch_size: int) -> dict[str, Tensor]:
+    """The parameters after the same steps in one process."""
+    model = net()
+    for ids in batches:
+        sums = expected_sums(model, ids, norm=setting.norm)
+        for name, p in model.named_parameters():
+            p.data -= 0.5 * sums[name] / (batch_size if setting.reduction == "mean" else 1)
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def shuffled_loader_error() -> str:
+    """Without Poisson sampling, a shuffled loader whose ranks are seeded differently."""
+    model = net()
+    spread(model, Setting())
+    torch.manual_seed(100 + dist.get_rank())
+    data = Records(batch(64, seed=3))
+    module, _, loader = PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        data_loader=torch.utils.data.DataLoader(data, batch_size=8, shuffle=True),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        grad_sample_mode="bk",
+        poisson_sampling=False,
+    )
+    try:
+        module(next(iter(loader))[0])
+    except ValueError as error:
         return str(error)
     return ""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from opacus.accountants import RDPAccountant
 from opacus.layers import DPLSTM
 from opacus.testing import Ranks
 from opacus.tests.tensor_parallel_cases import (
@@ -15,6 +16,7 @@ from opacus.tests.tensor_parallel_cases import (
     Setting,
     batch,
     collectives_of_a_step,
+    expected_run,
     expected_sums,
     net,
     noise_only,
@@ -23,6 +25,8 @@ from opacus.tests.tensor_parallel_cases import (
     ranks_with_other_samples,
     refusal_of,
     sample_gradients,
+    shuffled_loader_error,
+    train,
     unnamed_norm,
 )
 
@@ -219,3 +223,40 @@ def test_what_cannot_be_clipped_exactly_is_refused_by_name(
 ) -> None:
     for error in two_ranks.run(refusal_of, layer, names, mode, dim, axes):
         assert says in error
+
+
+@pytest.mark.parametrize(
+    ("mode", "shard", "reduction", "physical"),
+    [("bk", 1, "mean", None), ("ghost_tp", 1, "sum", 2), ("bk", 2, "sum", 2), ("ghost_tp", 2, "mean", None)],
+)
+def test_make_private_trains_as_one_process_does(
+    request: pytest.FixtureRequest, mode: str, shard: int, reduction: str, physical: int | None
+) -> None:
+    """Ranks of a tensor axis draw the same batches though they are seeded differently; data-parallel ranks share the records."""
+    ranks: Ranks = request.getfixturevalue("two_ranks" if shard == 1 else "four_ranks")
+    setting = Setting("positions", mode, reduction, shard=shard)
+    runs = ranks.run(train, setting, 20, 4, 2, physical)
+    for first, second in zip(runs[::2], runs[1::2], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(first.batches, second.batches, strict=True))
+    logical = [torch.cat(parts) for parts in zip(*(run.batches for run in runs[::2]), strict=True)]
+    assert len(logical) == 10
+    assert len({len(ids) for ids in logical}) > 1
+    expected = expected_run(logical, setting, 4)
+    for run in runs:
+        assert run.steps == 10
+        for name, p in run.parameters.items():
+            torch.testing.assert_close(p, expected[name], atol=1e-12, rtol=0)
+
+
+def test_the_budget_is_that_of_one_process(two_ranks: Ranks) -> None:
+    accountant = RDPAccountant()
+    for _ in range(5):
+        accountant.step(noise_multiplier=1.0, sample_rate=0.2)
+    for run in two_ranks.run(train, Setting(noise_multiplier=1.0), 20, 4):
+        assert run.steps == 5
+        assert run.epsilon == pytest.approx(accountant.get_epsilon(1e-5))
+
+
+def test_loaders_that_shuffle_differently_are_found(two_ranks: Ranks) -> None:
+    for error in two_ranks.run(shuffled_loader_error):
+        assert "tensor-parallel ranks must be given the same batches" in error

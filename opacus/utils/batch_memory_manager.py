@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from opacus.data_loader import loading_settings
 from opacus.distributed.groups import largest, size_of
+from opacus.distributed.records import group_of
 from opacus.errors import raise_if_any
 from opacus.utils.collate import CollateFnWithEmpty
 from opacus.utils.resumable import ResumableDataLoader
@@ -77,7 +78,7 @@ class BatchSplittingSampler(Sampler[list[int]]):
     def _pieces(self, records: int) -> int:
         """Number of physical batches for a logical batch of so many records; the most that any rank needs."""
         needed = max(1, math.ceil(records / self.max_batch_size))
-        group = getattr(self.optimizer, "process_group", None)
+        group = group_of(self.optimizer)
         if group is None or size_of(group) == 1:
             return needed
         return largest(needed, group, self.optimizer.params[0].device)
@@ -205,7 +206,7 @@ def wrap_data_loader(*, data_loader: DataLoader, max_batch_size: int, optimizer:
 def _collate_fn(data_loader: DataLoader, optimizer: Any) -> Any:
     """One that accepts no records, where other ranks may need more physical batches than this one."""
     collate_fn = data_loader.collate_fn
-    if getattr(optimizer, "process_group", None) is None or isinstance(collate_fn, CollateFnWithEmpty):
+    if group_of(optimizer) is None or isinstance(collate_fn, CollateFnWithEmpty):
         return collate_fn
     return CollateFnWithEmpty(collate_fn, True, False, dataset=data_loader.dataset)
 
