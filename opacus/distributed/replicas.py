@@ -119,6 +119,13 @@ def _own_problems(module: nn.Module, group: dist.ProcessGroup) -> list[str]:
         for name, p in module.named_parameters()
         if p.requires_grad and p.device.type == "meta"
     ]
+    spread = [name for name, p in module.named_parameters() if hasattr(p, "placements")]
+    if spread:
+        problems.append(
+            f"{len(spread)} parameters are DTensors ({', '.join(spread[:3])}...), spread over ranks by fully_shard or "
+            "parallelize_module, so that a rank holds no replica: leave the data-parallel wrapper out. Data parallel next to tensor "
+            "parallel is fully_shard over a second mesh axis."
+        )
     devices = {t.device for t in (*module.parameters(), *module.buffers()) if t.device.type != "meta"}
     bound = getattr(group, "bound_device_id", None)
     outside = sorted(str(d) for d in devices if bound is not None and d.type == bound.type and d != bound)

@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opacus import PrivacyEngine
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.grad_sample import wrap_model
 from opacus.optimizers import get_optimizer_class
 from opacus.utils.batch_memory_manager import BatchMemoryManager
@@ -487,6 +488,17 @@ def shuffled_loader_error() -> str:
     )
     try:
         module(next(iter(loader))[0])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def data_parallel_wrapper_error() -> str:
+    """A data-parallel wrapper around a tensor-parallel model."""
+    model = net()
+    spread(model, Setting())
+    try:
+        DifferentiallyPrivateDistributedDataParallel(model)
     except ValueError as error:
         return str(error)
     return ""

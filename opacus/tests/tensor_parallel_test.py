@@ -16,6 +16,7 @@ from opacus.tests.tensor_parallel_cases import (
     Setting,
     batch,
     collectives_of_a_step,
+    data_parallel_wrapper_error,
     expected_run,
     expected_sums,
     net,
@@ -260,3 +261,9 @@ def test_the_budget_is_that_of_one_process(two_ranks: Ranks) -> None:
 def test_loaders_that_shuffle_differently_are_found(two_ranks: Ranks) -> None:
     for error in two_ranks.run(shuffled_loader_error):
         assert "tensor-parallel ranks must be given the same batches" in error
+
+
+def test_a_data_parallel_wrapper_around_pieces_is_refused(two_ranks: Ranks) -> None:
+    for error in two_ranks.run(data_parallel_wrapper_error):
+        assert "are DTensors" in error
+        assert "fully_shard over a second mesh axis" in error
