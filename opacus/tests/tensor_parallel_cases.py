@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from opacus import PrivacyEngine
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+from opacus.distributed.fsdp import rebind, record
 from opacus.grad_sample import wrap_model
 from opacus.optimizers import get_optimizer_class
 from opacus.utils.batch_memory_manager import BatchMemoryManager
@@ -165,6 +166,8 @@ class Setting:
     wrap: bool = True
     freeze: str = ""
     force_functorch: bool = False
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float64
 
 
 def private(
@@ -174,6 +177,9 @@ def private(
     model = net(setting.hidden) if model is None else model
     for name, p in model.named_parameters():
         p.requires_grad_(not setting.freeze or setting.freeze not in name)
+    if setting.device == "cuda":
+        torch.cuda.set_device(dist.get_rank())
+    model.to(setting.device, setting.dtype)
     spread(model, setting)
     options = {"force_functorch": True} if setting.force_functorch else {}
     mode = wrap_model(model, setting.mode, setting.wrap, loss_reduction=setting.reduction, **options)
@@ -196,10 +202,10 @@ def private(
 def spread(model: nn.Module, setting: Setting) -> None:
     ranks = dist.get_world_size() // setting.shard
     if setting.shard == 1:
-        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+        mesh = init_device_mesh(setting.device, (ranks,), mesh_dim_names=("tp",))
         parallelize_module(model, mesh, plan(setting.plan, local=setting.hidden % 2 == 0))
         return
-    mesh = init_device_mesh("cpu", (setting.shard, ranks), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(setting.device, (setting.shard, ranks), mesh_dim_names=("dp", "tp"))
     parallelize_module(model, mesh["tp"], plan(setting.plan))
     for name in ("up", "down", "rms"):
         fully_shard(model.get_submodule(name), mesh=mesh["dp"], reshard_after_forward=setting.reshard)
@@ -221,7 +227,7 @@ def whole(tensor: Any) -> Tensor:
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """Whole gradients by name."""
-    return {name: whole(p.grad) for name, p in model.named_parameters() if p.requires_grad}
+    return {name: whole(p.grad).cpu() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def one_step(setting: Setting, batches: Sequence[Tensor], weights: Tensor | None = None) -> dict[str, Tensor]:
@@ -231,7 +237,7 @@ def one_step(setting: Setting, batches: Sequence[Tensor], weights: Tensor | None
         if weights is not None:
             optimizer.set_sample_weights(weights)
         optimizer.signal_skip_step(ids is not batches[-1])
-        backward(own_rows(ids, setting))
+        backward(own_rows(ids, setting).to(setting.device))
         optimizer.pre_step()
         if ids is not batches[-1]:
             optimizer.zero_grad()
@@ -502,3 +508,49 @@ def data_parallel_wrapper_error() -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def uninterrupted_and_resumed(setting: Setting, path: str) -> list[tuple[dict[str, Tensor], int]]:
+    """Parameters and steps after ten steps, and after five, a checkpoint, another model, and five more.
+
+    The optimizer (AdamW) is built before the model is split, and follows it.
+    """
+
+    def started() -> tuple[nn.Module, PrivacyEngine, tuple[Any, Any, Any]]:
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        binding = record(model, optimizer)
+        spread(model, setting)
+        rebind(model, optimizer, binding)
+        engine = PrivacyEngine(accountant="rdp")
+        made = engine.make_private(
+            module=model,
+            optimizer=optimizer,
+            data_loader=torch.utils.data.DataLoader(Records(batch(20, seed=3)), batch_size=2),
+            noise_multiplier=1.0,
+            max_grad_norm=NORM,
+            noise_generator=torch.Generator().manual_seed(3 + dist.get_rank()),
+            grad_sample_mode=setting.mode,
+        )
+        return model, engine, made
+
+    def run(made: tuple[Any, Any, Any], steps: int) -> None:
+        module, optimizer, loader = made
+        batches = iter(loader)
+        for _ in range(steps):
+            ids, target = next(batches)
+            optimizer.zero_grad()
+            Losses("mean")(module(ids), target).backward()
+            optimizer.step()
+
+    found = []
+    model, engine, made = started()
+    run(made, 5)
+    engine.save_checkpoint(path=path, module=made[0], optimizer=made[1])
+    run(made, 5)
+    found.append(({name: whole(p.detach()) for name, p in model.named_parameters()}, len(engine.accountant)))
+    model, engine, made = started()
+    engine.load_checkpoint(path=path, module=made[0], optimizer=made[1])
+    run(made, 5)
+    found.append(({name: whole(p.detach()) for name, p in model.named_parameters()}, len(engine.accountant)))
+    return found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from opacus.tests.tensor_parallel_cases import (
     sample_gradients,
     shuffled_loader_error,
     train,
+    uninterrupted_and_resumed,
     unnamed_norm,
 )
 
@@ -56,9 +59,15 @@ def test_clipped_sums_are_those_of_one_process(
     assert_sums(found, expected_sums(net(), ids))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("plan", "mode", "reduction"),
+    [
+        ("columns", "bk", "mean"),
+        ("columns", "ghost_tp", "sum"),
+        ("positions", "bk", "sum"),
+        ("positions", "ghost_tp", "mean"),
+    ],
+)
 def test_under_fsdp2_clipped_sums_are_those_of_one_process(
     four_ranks: Ranks, plan: str, mode: str, reduction: str
 ) -> None:
@@ -267,3 +276,38 @@ def test_a_data_parallel_wrapper_around_pieces_is_refused(two_ranks: Ranks) -> N
     for error in two_ranks.run(data_parallel_wrapper_error):
         assert "are DTensors" in error
         assert "fully_shard over a second mesh axis" in error
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+def test_optimizers_follow_and_runs_resume(
+    request: pytest.FixtureRequest, tmp_path: Path, shard: int
+) -> None:
+    ranks: Ranks = request.getfixturevalue("two_ranks" if shard == 1 else "four_ranks")
+    setting = Setting("positions", shard=shard)
+    for (whole, steps), (resumed, counted) in ranks.run(
+        uninterrupted_and_resumed, setting, str(tmp_path / "run")
+    ):
+        assert steps == counted == 10
+        for name, p in whole.items():
+            torch.testing.assert_close(resumed[name], p, atol=1e-14, rtol=0)
+        before = dict(net().named_parameters())
+        assert all(not torch.equal(p, before[name]) for name, p in whole.items())
+
+
+@pytest.fixture(scope="module")
+def two_gpus() -> Iterator[Ranks]:
+    with Ranks(2, backend="nccl", timeout=300) as ranks:
+        yield ranks
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("plan", PLANS)
+def test_clipped_sums_on_gpus_are_those_of_one_process(
+    two_gpus: Ranks, plan: str, mode: str, dtype: torch.dtype
+) -> None:
+    ids = batch(5)
+    found = two_gpus.run(one_step, Setting(plan, mode, device="cuda", dtype=dtype), [ids])
+    found = [{name: grad.double() for name, grad in grads.items()} for grads in found]
+    assert_sums(found, expected_sums(net(), ids), atol=1e-12 if dtype == torch.float64 else 1e-5)
