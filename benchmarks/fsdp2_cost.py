@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from opacus import PrivacyEngine
 from opacus.distributed.fsdp import fsdp2_wrap
@@ -130,12 +130,12 @@ def make_step(
     model = fsdp2_wrap(model, optimizer, **precision)
     criterion: Any = token_mean
     if mode != "ordinary":
-        records = TensorDataset(ids.cpu())
+        records = TensorDataset(ids.cpu().repeat(dist.get_world_size(), 1))
         model, optimizer, *more = PrivacyEngine().make_private(
             module=model,
             optimizer=optimizer,
             criterion=token_mean,
-            data_loader=DataLoader(records, batch_size=len(ids)),
+            data_loader=DataLoader(records, len(ids), sampler=DistributedSampler(records)),
             noise_multiplier=1.0,
             max_grad_norm=1.0,
             poisson_sampling=False,

@@ -15,8 +15,10 @@ from opacus import checkpoint
 from opacus.accountants import create_accountant
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.data_loader import DPDataLoader, sampling_generator
+from opacus.distributed.agreement import agree_on_shards
 from opacus.distributed.following import DataParallel
 from opacus.distributed.records import share_of_records
+from opacus.distributed.sharding import is_sharded_model
 from opacus.errors import ConfigurationError
 from opacus.grad_sample import (
     AbstractGradSampleHooks,
@@ -25,6 +27,7 @@ from opacus.grad_sample import (
     wrap_model,
 )
 from opacus.grad_sample.book import Book
+from opacus.grad_sample.tensor_axis import TensorAxis
 from opacus.optimizers import DPOptimizer, get_optimizer_class
 from opacus.preconditions import TWO_PASSES, loader_findings, make_private_findings, mode_option_names
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
@@ -170,25 +173,36 @@ class PrivacyEngine:
             distributed=parallel is not None,
         )
         problems += isolation.problems(module)
+        found = problems + [str(error) for error in layer_errors]
+        settings = {
+            "noise_multiplier": noise_multiplier,
+            "max_grad_norm": max_grad_norm,
+            "loss_reduction": loss_reduction,
+            "clipping": clipping,
+            "grad_sample_mode": grad_sample_mode,
+            "secure_mode": self.secure_mode,
+            **{
+                k: v for k, v in {**kwargs, **mode_options}.items() if k != "reduction_device"
+            },  # a rank's own
+        }
         if parallel is not None:
-            found = problems + [str(error) for error in layer_errors]
-            shown = {"reduction_device": None, **kwargs, **mode_options}
-            del shown["reduction_device"]  # a rank's own
             parallel.agree(
                 module,
                 data_loader=data_loader,
                 poisson_sampling=poisson_sampling,
                 noise_generator=noise_generator,
                 allow_shared_devices=allow_shared_devices,
-                settings={
-                    "noise_multiplier": noise_multiplier,
-                    "max_grad_norm": max_grad_norm,
-                    "loss_reduction": loss_reduction,
-                    "clipping": clipping,
-                    "grad_sample_mode": grad_sample_mode,
-                    "secure_mode": self.secure_mode,
-                    **shown,
-                },
+                settings=settings,
+                problems=found,
+            )
+        elif isinstance(inner, nn.Module) and is_sharded_model(inner):
+            agree_on_shards(
+                inner,
+                optimizer,
+                model_axes=TensorAxis(inner).names,
+                data_loader=data_loader,
+                poisson_sampling=poisson_sampling,
+                settings=settings,
                 problems=found,
             )
         _raise_findings("make_private cannot start", problems, layer_errors)

@@ -17,7 +17,7 @@ from opacus.distributed.replicas import replica_problems
 from opacus.errors import raise_if_any
 from opacus.utils.sample_rate import loader_problems, sample_rate_of
 
-__all__ = ["DataParallel", "loader_splits"]
+__all__ = ["DataParallel", "loader_splits", "sampling_settings", "split_problems"]
 
 logger = logging.getLogger(__name__)
 _Torch = nn.parallel.DistributedDataParallel
@@ -87,7 +87,7 @@ class DataParallel:
         for wrapper in self.wrappers:
             here += _torch_wrapper_problems(wrapper)
         if not poisson_sampling and self.n_replicas > 1 and isinstance(data_loader, DataLoader):
-            here += _split_problems(data_loader, self.n_replicas)
+            here += split_problems(data_loader, self.n_replicas)
         if any(generator is noise_generator for generator in _generators(data_loader)):
             here.append(
                 "noise_generator is the data loader's generator: only one rank draws noise, so its numbers would be noise on one rank "
@@ -102,7 +102,7 @@ class DataParallel:
             self.group,
             "make_private",
             allow_shared_devices=allow_shared_devices or shared_before,
-            settings={**settings, **_sampling_settings(data_loader), "poisson_sampling": poisson_sampling},
+            settings={**settings, **sampling_settings(data_loader), "poisson_sampling": poisson_sampling},
             own_problems=here,
         )
         if agreed != list(problems):
@@ -125,7 +125,8 @@ class DataParallel:
             target.register_forward_pre_hook(_silence_active_wrapper)
 
 
-def _sampling_settings(data_loader: Any) -> dict[str, Any]:
+def sampling_settings(data_loader: Any) -> dict[str, Any]:
+    """What must be equal on all ranks for their draws to be one."""
     if loader_problems(data_loader):
         return {}
     return {"number of records": len(data_loader.dataset), "sample rate": sample_rate_of(data_loader)}
@@ -142,7 +143,8 @@ def loader_splits(data_loader: DataLoader) -> int | None:
     return None
 
 
-def _split_problems(data_loader: DataLoader, n_replicas: int) -> list[str]:
+def split_problems(data_loader: DataLoader, n_replicas: int) -> list[str]:
+    """A sampler that would show a record to several ranks, whose influence it would multiply."""
     splits = loader_splits(data_loader)
     if splits == n_replicas:
         return []

@@ -316,6 +316,14 @@ def _wrap_problems(model: Any, units: Sequence[nn.Module], options: dict[str, An
             for name, module in model.named_modules()
             if isinstance(module, FSDPModule)
         ][:1]
+    left_out = {id(p) for p in options.get("ignored_params") or ()}
+    for name, p in model.named_parameters():
+        if id(p) in left_out:
+            continue
+        if not p.dim():
+            problems.append(f"{name} has no dimension to cut: give it one, [1].")
+        elif not p.is_contiguous():
+            problems.append(f"{name} is not contiguous, and fully_shard cuts rows: make it contiguous.")
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         problems.append(
             "there is no process group. Start with torchrun, and call torch.distributed.init_process_group() first."

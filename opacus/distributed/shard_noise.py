@@ -32,7 +32,7 @@ class ShardNoise:
     """The noise's streams on this rank.
 
     Args:
-        parameters: the trainable parameters of the model, sharded; the same on every rank.
+        parameters: those of the optimizer, frozen ones too; the same on every rank.
         generator: seeds the streams: its next number on the first rank is the base. None: torch's default CPU generator.
         secure: take noise from the operating system's entropy; ranks that hold the same part are sent the same.
 
@@ -50,18 +50,21 @@ class ShardNoise:
         self.generator = generator
         self.secure = SecureNoise() if secure else None
         self._axes: dict[Any, tuple[Any, int]] = {}  # name to (mesh, its dimension there)
+        problems = []
         for p in parameters:
             if is_sharded(p):
                 mesh = p.device_mesh  # type: ignore[attr-defined]
                 for d, axis in enumerate(axes_of(mesh)):
-                    self._axes.setdefault(axis, (mesh, d))
+                    home, there = self._axes.setdefault(axis, (mesh, d))
+                    if home.size(there) != mesh.size(d):
+                        problems.append(
+                            f"mesh axes of {home.size(there)} and of {mesh.size(d)} ranks are both called {axis!r}: give them "
+                            "different names."
+                        )
         self.span = math.prod(mesh.size(d) + 1 for mesh, d in self._axes.values())
-        raise_if_any(
-            "noise cannot be drawn for this mesh",
-            [f"its axes have {self.span} shard patterns, a generator tells 2**32 apart."]
-            if self.span >= _SEEDS
-            else [],
-        )
+        if self.span >= _SEEDS:
+            problems.append(f"its axes have {self.span} shard patterns, a generator tells 2**32 apart.")
+        raise_if_any("noise cannot be drawn for this mesh", list(dict.fromkeys(problems)))
         self.base: int | None = None
         self.offset = 0  # behind the seeds of earlier layouts of this run
         self._streams: dict[tuple[int, torch.device], torch.Generator] = {}
@@ -117,6 +120,11 @@ class ShardNoise:
         mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
         known = self._keys.get((mesh, placements))
         if known is None:
+            strange = [axis for axis in axes_of(mesh) if axis not in self._axes]
+            raise_if_any(
+                "noise cannot be drawn for this mesh",
+                [f"axis {axis!r} is one that no parameter had when the noise began." for axis in strange],
+            )
             at = {
                 axis: mesh.get_local_rank(d) + 1
                 for d, axis in enumerate(axes_of(mesh))

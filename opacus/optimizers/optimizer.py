@@ -457,7 +457,7 @@ class DPOptimizer(Optimizer):
     def noise_stream(self) -> NoiseStream | SecureNoise | ShardNoise:
         if self._noise is None:
             if any(map(is_sharded, self.params)):
-                self._noise = ShardNoise(self.params, self.generator, secure=self.secure_mode)
+                self._noise = ShardNoise(all_params(self), self.generator, secure=self.secure_mode)
             elif self.secure_mode:
                 self._noise = SecureNoise()
             else:

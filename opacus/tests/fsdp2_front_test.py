@@ -114,6 +114,11 @@ def test_a_rebind_that_fails_lists_every_change_and_leaves_the_optimizer(two_ran
         ("isolation", ["check_isolation cannot run on a sharded model"]),
         ("outside", ["head.bias received a gradient of its own"]),
         ("unused reduced", ["set_reduce_scatter_unused_params"]),
+        ("rank 1 trains another", ["parameter norm.weight is", "trainable", "frozen", "rank 1"]),
+        ("rank 1 orders otherwise", ["parameter emb.weight is", "number 0 of the optimizer", "on rank 1"]),
+        ("rank 1 adds less noise", ["noise_multiplier is 1.0 on rank 0, 0.5 on rank 1"]),
+        ("rank 1 sees the same records", ["DistributedSampler"]),
+        ("rank 1 wants hooks", ["rank 1: grad_sample_mode 'hooks'", "grad_sample_mode is 'bk' on rank 0"]),
         ("sharded afterwards", ["is not part of the model", "fsdp2_wrap"]),
     ],
 )

@@ -276,6 +276,20 @@ def make_private_refuses(what: str) -> str:
     else:
         FSDP2Wrapper(model)
     late = torch.optim.SGD(model.parameters(), lr=0.1)
+    if what.startswith("rank 1"):
+        options: dict[str, Any] = {}
+        if dist.get_rank() == 1 and what == "rank 1 trains another":
+            model.norm.weight.requires_grad_(False)
+            model.norm.bias.requires_grad_(False)
+        if dist.get_rank() == 1 and what == "rank 1 orders otherwise":
+            late = torch.optim.SGD(reversed(list(model.parameters())), lr=0.1)
+        if dist.get_rank() == 1 and what == "rank 1 adds less noise":
+            options["noise_multiplier"] = 0.5
+        if what == "rank 1 sees the same records":
+            options["poisson_sampling"] = False
+        if dist.get_rank() == 1 and what == "rank 1 wants hooks":
+            options["grad_sample_mode"] = "hooks"
+        return _message(lambda: _private(model, late, **options))
     if what == "stale":
         return _message(lambda: _private(model, early))
     if what == "wrapped by hand":
