@@ -10,12 +10,15 @@ Shapes: B samples of a physical batch, D devices.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 __all__ = ["FactorCopies", "NoiseStream", "Placement", "computing_device", "total_norms"]
+
+_SMALL = 2**16  # elements of a tensor whose noise is drawn together with others'
 
 
 def computing_device(parameter: Tensor) -> torch.device:
@@ -177,6 +180,46 @@ class NoiseStream:
         generator = torch.Generator(self.home)
         generator.manual_seed(_derived_seed(start, label))
         return NoiseStream(generator, self.home)
+
+    def normals(
+        self, wanted: Sequence[tuple[Sequence[int], torch.device, torch.dtype]], std: float
+    ) -> list[Tensor]:
+        """Independent draws from N(0, std^2), a tensor for each of `wanted`: `(shape, device, dtype)`.
+
+        All small tensors are parts of one draw: launching takes longer than drawing. Where they lie on several devices, each of
+        these draws all of it from the same state and takes its part, so that the numbers are those of one device.
+        """
+        out: dict[int, Tensor] = {}
+        small: dict[tuple[str, torch.dtype], list[int]] = {}
+        for i, (shape, device, dtype) in enumerate(wanted):
+            if math.prod(shape) <= _SMALL:
+                small.setdefault((device.type, dtype), []).append(i)
+            else:
+                out[i] = self.normal(shape, std, device, dtype)
+        for (_, dtype), members in small.items():
+            sizes = [math.prod(wanted[i][0]) for i in members]
+            drawn = self._on_each({_indexed(wanted[i][1]): None for i in members}, sum(sizes), std, dtype)
+            parts = {device: block.split(sizes) for device, block in drawn.items()}
+            for place, i in enumerate(members):
+                shape, device, _ = wanted[i]
+                out[i] = parts[_indexed(device)][place].view(tuple(shape))
+        return [out[i] for i in range(len(wanted))]
+
+    def _on_each(
+        self, devices: Collection[torch.device], n: int, std: float, dtype: torch.dtype
+    ) -> dict[torch.device, Tensor]:
+        """The same `n` draws on each of `devices`, which are of one type."""
+        found: dict[torch.device, Tensor] = {}
+        stream, before = self, None
+        for device in devices:
+            if device.type != self.home.type:
+                stream = self._child(device)
+            if before is not None:
+                stream._set_state(before)
+            elif len(devices) > 1:
+                before = stream._get_state()
+            found[device] = stream.normal((n,), std, device, dtype)
+        return found
 
     def _child(self, device: torch.device) -> NoiseStream:
         child = self._children.get(device.type)

@@ -21,7 +21,7 @@ from opacus.grad_sample.tensor_axis import TensorAxis
 __all__ = ["Block", "clipped_sums", "is_small", "joined", "take_norms"]
 
 # scaled copies of this share of what is kept, at most, exist at a time
-_SHARE = 16
+_SHARE = 32
 
 
 @dataclass
@@ -96,10 +96,10 @@ def clipped_sums(blocks: Sequence[Block], factors: Sequence[Tensor]) -> Iterator
     Args:
         factors: `[B]` for each block, on its device.
     """
-    products = [_product(block) for block in blocks]
-    budget = sum(product.pair_bytes for product in products if product is not None) // _SHARE
+    budget = sum(product.pair_bytes for block in blocks if (product := _product(block)) is not None) // _SHARE
     alike: dict[object, tuple[Tensor, list[tuple[Block, KeptProduct]]]] = {}
-    for block, product, factor_B in zip(blocks, products, factors, strict=True):
+    for block, factor_B in zip(blocks, factors, strict=True):
+        product = _product(block)
         if product is None:
             yield from zip(block.parameters, block.clipped(factor_B), strict=True)
             continue
@@ -107,9 +107,10 @@ def clipped_sums(blocks: Sequence[Block], factors: Sequence[Tensor]) -> Iterator
         _, waiting = alike.setdefault(key, (factor_B, []))
         waiting.append((block, product))
         if (len(waiting) + 1) * product.pair_bytes > budget:
+            del waiting, product  # what is summed is given back at once
             yield from _together(*alike.pop(key))
-    for factor_B, waiting in alike.values():
-        yield from _together(factor_B, waiting)
+    while alike:
+        yield from _together(*alike.popitem()[1])
 
 
 def _product(block: Block) -> KeptProduct | None:
@@ -122,6 +123,9 @@ def _together(
     factor_B: Tensor, waiting: list[tuple[Block, KeptProduct]]
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
     totals = scaled_products([product.pairs() for _, product in waiting], factor_B)
-    for (block, product), total in zip(waiting, totals, strict=True):
+    targets = [(block.parameters[0], product.shape) for block, product in waiting]
+    for block, _ in waiting:
         block.kept.clear()
-        yield block.parameters[0], total.reshape(product.shape)
+    waiting.clear()
+    for (parameter, shape), total in zip(targets, totals.unbind(), strict=True):
+        yield parameter, total.view(shape)

@@ -442,6 +442,8 @@ class Capture:
 
     def _batch_first(self, call: _Call, tensors: Sequence[Tensor]) -> list[Tensor]:
         dim_of = self._batch_dim_of(call)
+        if dim_of is _first:
+            return list(tensors)
         return [tensor.transpose(0, dim_of(tensor)) if tensor.dim() else tensor for tensor in tensors]
 
     def _padded(self, call: _Call, leaves: list[Any]) -> list[Any]:
@@ -452,15 +454,18 @@ class Capture:
 
     def _batch_dim_of(self, call: _Call) -> Callable[[Tensor], int]:
         # an RNN cell's rows, a convolution's batch: dim 0 whatever the model's layout
-        if call.padded_to is not None or first_dim_is_batch(call.layer):
+        if self.batch_first or call.padded_to is not None or first_dim_is_batch(call.layer):
             return _first
         return partial(batch_dim, batch_first=self.batch_first, rows=call.rows_allowed or frozenset())
 
     def _assemble(
         self, call: _Call, saved: Sequence[Tensor], grads: Sequence[Tensor], backward: _Backward
     ) -> Captured:
-        tensors = iter(saved)
-        leaves = self._padded(call, [next(tensors) if leaf is _TENSOR else leaf for leaf in call.leaves])
+        if len(saved) == len(call.leaves):
+            leaves = self._padded(call, list(saved))
+        else:
+            tensors = iter(saved)
+            leaves = self._padded(call, [next(tensors) if leaf is _TENSOR else leaf for leaf in call.leaves])
         outputs = self._padded(call, self._batch_first(call, grads))
         args, kwargs = (
             (tuple(leaves), {}) if call.structure is None else tree_unflatten(leaves, call.structure)
@@ -583,8 +588,9 @@ class _Backward:
         rule: OwnerRule | None,
     ) -> Owners:
         """The owners of this batch's rows; raises where a layer saw another number of rows, or had others' rule."""
-        sizes = {output.shape[0] if output.dim() else -1 for output in outputs}
-        rows = sizes.pop() if len(sizes) == 1 else -1
+        rows = outputs[0].shape[0] if outputs[0].dim() else -1
+        if len(outputs) > 1 and any(not output.dim() or output.shape[0] != rows for output in outputs):
+            rows = -1
         if self.owners is None:
             allowed = frozenset({rule.n_rows}) if isinstance(rule, Owners) else rows_allowed
             if rows >= 0 and (not allowed or rows in allowed):

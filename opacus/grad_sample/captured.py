@@ -55,12 +55,13 @@ class Captured:
     pieces: Mapping[str, Piece] = field(default_factory=dict)
     adds_up: DeviceMesh | None = None
     _bound: dict[str, Any] | None = field(default=None, repr=False)
+    _inputs: list[Tensor] | None = field(default=None, repr=False)
 
     def scaled(self) -> Captured:
         """The same call with `scale` multiplied into its outputs."""
         if self.scale == 1.0:
             return self
-        return replace(self, outputs=[g * self.scale for g in self.outputs], scale=1.0)
+        return replace(self, outputs=[g * self.scale for g in self.outputs], scale=1.0, _inputs=None)
 
     @property
     def backprops(self) -> Tensor:
@@ -74,9 +75,15 @@ class Captured:
     @property
     def inputs(self) -> list[Tensor]:
         """All tensor inputs, batch first, in the order of the signature, keyword arguments included."""
-        if not self.kwargs and self._bound is None:  # positions are the signature's order: no need to bind
-            return [self._brought(value) for value in self.args if isinstance(value, Tensor)]
-        return [value for value in self.arguments.values() if isinstance(value, Tensor)]
+        if self._inputs is None:
+            # positions are the signature's order: no need to bind
+            values = (
+                self.arguments.values()
+                if self.kwargs or self._bound is not None
+                else map(self._brought, self.args)
+            )
+            self._inputs = [value for value in values if isinstance(value, Tensor)]
+        return self._inputs
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -86,10 +93,7 @@ class Captured:
         """
         if self._bound is None:
             bound = bind(self.layer, self.args, self.kwargs)
-            self._bound = {
-                name: self._brought(value) if isinstance(value, Tensor) else value
-                for name, value in bound.items()
-            }
+            self._bound = {name: self._brought(value) for name, value in bound.items()}
         return self._bound
 
     def batched(self, dims: int, exactly: bool = False) -> Tensor:
@@ -109,8 +113,12 @@ class Captured:
             )
         return x
 
-    def _brought(self, tensor: Tensor) -> Tensor:
-        return self.batch_first(tensor).to(self.outputs[0].device)
+    def _brought(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        device = self.outputs[0].device
+        there = self.batch_first(value)
+        return there if there.device == device else there.to(device)
 
     def batch_first(self, tensor: Tensor) -> Tensor:
         """`tensor` with its batch dimension in front (a view)."""

@@ -38,7 +38,8 @@ def affine_rows(captured: Captured, x_hat: Tensor, n_affine: int) -> dict[str, T
 def fused_affine_rows(captured: Captured, x: Tensor, eps: float, *, centred: bool) -> dict[str, Tensor]:
     """What `affine_rows` gives for a whole-width normalisation, by the fused kernel."""
     shape = torch.Size(captured.layer.normalized_shape)
-    as_RTD = (x.shape[0], x[0].numel() // shape.numel(), shape.numel())
+    width = shape.numel()
+    as_RTD = (x.shape[0], x.numel() // (x.shape[0] * width), width)
     weight_RD, bias_RD = norm_rows(x.view(as_RTD), captured.backprops.view(as_RTD), eps, centred=centred)
     both = {"weight": weight_RD, "bias": bias_RD}
     return {name: both[name].view(-1, *shape) for name in both if captured.trains(name)}

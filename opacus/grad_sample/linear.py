@@ -5,6 +5,8 @@ Shapes: R rows, K = 1 group, T positions (all middle dims folded), D in, P out.
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor, nn
 
 from opacus.grad_sample.captured import Captured
@@ -17,7 +19,7 @@ __all__ = ["compute_linear_grad_sample", "compute_linear_norm_sample", "pairs", 
 def pairs(captured: Captured) -> tuple[Tensor, Tensor]:
     """`(a_R1TD, g_R1TP)`: every dimension between batch and features is a position."""
     a, g = captured.batched(2), captured.backprops
-    positions = g[..., 0].numel() // max(1, g.shape[0])
+    positions = math.prod(g.shape[1:-1])
     return (
         a.reshape(a.shape[0], 1, positions, a.shape[-1]),
         g.reshape(g.shape[0], 1, positions, g.shape[-1]),
@@ -27,7 +29,7 @@ def pairs(captured: Captured) -> tuple[Tensor, Tensor]:
 def sizes(captured: Captured) -> tuple[int, int, int, int]:
     """`(T, D, P, K)`."""
     a, g = captured.inputs[0], captured.backprops
-    return g[..., 0].numel() // max(1, g.shape[0]), a.shape[-1], g.shape[-1], 1
+    return math.prod(g.shape[1:-1]), a.shape[-1], g.shape[-1], 1
 
 
 LINEAR = matrix_product(pairs, sizes, pairs_are_views=True)

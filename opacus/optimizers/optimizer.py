@@ -416,24 +416,19 @@ class DPOptimizer(Optimizer):
         sums = [summed for p in parameters if (summed := _summed(p)) is not None]
         if len(sums) != len(parameters):
             raise ValueError("add_noise() needs clipped sums: call clip_and_accumulate() first")
-        draw = stream.normal_for if isinstance(stream, ShardNoise) else _drawn_from(stream)
-        noisy: list[Tensor] = []
-        for p, summed in zip(parameters, sums, strict=True):
-            dtype = sq_norm_dtype(summed)
-            if stream is None:
-                noisy.append(summed.to(dtype, copy=True))
-            elif isinstance(std, float):
-                noisy.append(draw(p, summed, std, dtype))
-            else:
-                noisy.append(draw(p, summed, 1.0, dtype).mul_(std.on(summed.device, dtype)))
-        if stream is not None:
+        if stream is None:
+            noisy = [summed.to(sq_norm_dtype(summed), copy=True) for summed in sums]
+        else:
+            noisy = _drawn_for(stream, parameters, sums, std if isinstance(std, float) else 1.0)
+            if not isinstance(std, float):
+                for noise in noisy:
+                    noise.mul_(std.on(noise.device, noise.dtype))
             for group in _alike(noisy, sums):
                 torch._foreach_add_(*group)
         if self._booked is not None:  # half the memory: the sums are formed anew by the next backward
             for p in parameters:
                 p.summed_grad = None  # type: ignore[attr-defined]
-        for p, total in zip(parameters, noisy, strict=True):
-            rounded = total.to(p.dtype)
+        for p, total, rounded in zip(parameters, noisy, _rounded(parameters, noisy), strict=True):
             p.grad = rounded if type(p) is nn.Parameter else as_gradient(rounded, p)
             if rounded is not total:  # keep what rounding lost until scale_grad is done
                 self._unrounded[id(p)] = (p.grad, total)
@@ -490,16 +485,23 @@ class DPOptimizer(Optimizer):
         assert self.expected_batch_size is not None
         divisor = self.expected_batch_size * self.n_replicas * self.accumulated_iterations
         whole: list[Tensor] = []
+        rounded: list[Tensor] = []
         for p in self.params:
             if p.grad is None:
                 continue
+            grad = p.grad if type(p.grad) is Tensor else local_of(p.grad)
             held = self._unrounded.pop(id(p), None)
             if held is not None and held[0] is p.grad:
-                p.grad = as_gradient(held[1].div_(divisor).to(p.dtype), p)
+                whole.append(held[1])
+                rounded.append(grad)
             else:
-                whole.append(p.grad if type(p.grad) is Tensor else local_of(p.grad))
-        for (grads,) in _alike(whole):
-            torch._foreach_div_(grads, divisor)
+                whole.append(grad)
+                rounded.append(grad)
+        for totals, grads in _alike(whole, rounded):
+            torch._foreach_div_(totals, divisor)
+            pairs = [(grad, total) for grad, total in zip(grads, totals, strict=True) if grad is not total]
+            for to, of in _alike(*zip(*pairs, strict=True)) if pairs else ():
+                torch._foreach_copy_(to, of)
 
     # ------------------------------------------------------- around a step
 
@@ -665,9 +667,33 @@ class DPOptimizer(Optimizer):
         return f"{type(self).__name__}({self.original_optimizer!r})"
 
 
-def _drawn_from(stream: Any) -> Callable[[Any, Tensor, float, torch.dtype], Tensor]:
-    """`ShardNoise.normal_for`, of a stream that does not ask whose the noise is."""
-    return lambda p, like, std, dtype: stream.normal(like.shape, std, like.device, dtype)
+def _drawn_for(
+    stream: NoiseStream | ShardNoise | SecureNoise,
+    parameters: Sequence[nn.Parameter],
+    sums: Sequence[Tensor],
+    std: float,
+) -> list[Tensor]:
+    """Noise for each parameter's clipped sum, where that lies."""
+    if isinstance(stream, NoiseStream):
+        return stream.normals([(total.shape, total.device, sq_norm_dtype(total)) for total in sums], std)
+    if isinstance(stream, ShardNoise):
+        return [
+            stream.normal_for(p, total, std, sq_norm_dtype(total))
+            for p, total in zip(parameters, sums, strict=True)
+        ]
+    return [stream.normal(total.shape, std, total.device, sq_norm_dtype(total)) for total in sums]
+
+
+def _rounded(parameters: Sequence[nn.Parameter], totals: Sequence[Tensor]) -> list[Tensor]:
+    """`totals` in the parameters' dtypes; the same tensor where it has it already."""
+    found = [
+        total if total.dtype == p.dtype else torch.empty_like(total, dtype=p.dtype)
+        for p, total in zip(parameters, totals, strict=True)
+    ]
+    pairs = [(to, of) for to, of in zip(found, totals, strict=True) if to is not of]
+    for to, of in _alike(*zip(*pairs, strict=True)) if pairs else ():
+        torch._foreach_copy_(to, of)
+    return found
 
 
 def _summed(p: nn.Parameter) -> Tensor | None:

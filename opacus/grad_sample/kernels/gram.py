@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from opacus.grad_sample.kernels.support import addresses, language_type, tl, triton
+from opacus.grad_sample.kernels.support import addresses, language_type, parts, power_of_two, tl, triton
 
 __all__ = ["gram_norms"]
 
@@ -29,8 +29,8 @@ def gram_norms(a_BTD: Sequence[Tensor], g_BTP: Sequence[Tensor]) -> tuple[Tensor
     """
     batch, positions, d_in = a_BTD[0].shape
     p_out, dtype, device = g_BTP[0].shape[-1], a_BTD[0].dtype, a_BTD[0].device
-    block = max(16, min(128, triton.next_power_of_2(positions)))
-    tiles = triton.cdiv(positions, block)
+    block = max(16, min(128, power_of_two(positions)))
+    tiles = parts(positions, block)
     tiles = tiles * (tiles + 1) // 2
     sq_norm_LBN = torch.empty(2, len(a_BTD), batch, tiles, device=device)
     half = dtype != torch.float32

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opacus.grad_sample.kernels.support import tl, triton
+from opacus.grad_sample.kernels.support import parts, power_of_two, tl, triton
 
 __all__ = ["norm_rows"]
 
@@ -25,11 +25,11 @@ def norm_rows(x_RTD: Tensor, g_RTD: Tensor, eps: float, *, centred: bool) -> tup
     """
     rows, positions, width = x_RTD.shape
     stretches = max(1, min(positions, _PROGRAMS // rows))
-    length = triton.cdiv(positions, stretches)
-    stretches = triton.cdiv(positions, length)
+    length = parts(positions, stretches)
+    stretches = parts(positions, length)
     out = torch.empty(2, rows, stretches, width, device=x_RTD.device)
     with torch.cuda.device_of(x_RTD):
-        block = triton.next_power_of_2(width)
+        block = power_of_two(width)
         _affine[(rows, stretches)](
             x_RTD,
             g_RTD,

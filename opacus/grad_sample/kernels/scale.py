@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from opacus.grad_sample.kernels.support import addresses, language_type, tl, triton
+from opacus.grad_sample.kernels.support import addresses, language_type, parts, tl, triton
 
 __all__ = ["scale_pairs"]
 
@@ -30,7 +30,7 @@ def scale_pairs(scaled: Sequence[Tensor], whole: Sequence[Tensor], factor_B: Ten
     n, m = first[0].numel(), other[0].numel()
     block = 4096
     with torch.cuda.device_of(first):
-        _scale[(triton.cdiv(n, block) + triton.cdiv(m, block), first.shape[0], len(scaled))](
+        _scale[(parts(n, block) + parts(m, block), first.shape[0], len(scaled))](
             addresses(scaled, whole),
             factor_B.contiguous(),
             *outs,

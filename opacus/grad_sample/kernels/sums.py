@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from opacus.grad_sample.kernels.support import addresses, language_type, tl, triton
+from opacus.grad_sample.kernels.support import addresses, language_type, parts, tl, triton
 
 __all__ = ["position_sums"]
 
@@ -24,7 +24,7 @@ def position_sums(g_BTP: Sequence[Tensor]) -> Tensor:
     batch, positions, width = g_BTP[0].shape
     out_LBP = torch.empty(len(g_BTP), batch, width, device=g_BTP[0].device)
     with torch.cuda.device_of(g_BTP[0]):
-        _sum[(triton.cdiv(width, 64), batch, len(g_BTP))](
+        _sum[(parts(width, 64), batch, len(g_BTP))](
             addresses(g_BTP),
             out_LBP,
             positions,

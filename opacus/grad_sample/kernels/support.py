@@ -13,9 +13,10 @@ try:
 except ImportError:  # CPU builds of torch come without it
     triton = tl = None
 
-__all__ = ["addresses", "fused", "language_type", "tl", "triton"]
+__all__ = ["addresses", "fused", "language_type", "parts", "power_of_two", "tl", "triton"]
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LANGUAGE = {} if tl is None else dict(zip(_TYPES, (tl.float32, tl.bfloat16, tl.float16), strict=True))
 
 
 def fused(*tensors: Tensor) -> bool:
@@ -34,6 +35,16 @@ def addresses(*lists: Sequence[Tensor]) -> Tensor:
     return where.to(lists[0][0].device, non_blocking=True)
 
 
+def parts(n: int, size: int) -> int:
+    """How many parts of `size` hold `n` (Triton's own is compiled, and slow to call from Python)."""
+    return -(-n // size)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least `n`."""
+    return 1 << max(0, n - 1).bit_length()
+
+
 def language_type(dtype: torch.dtype) -> object:
     """Triton's name of `dtype`."""
-    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
+    return _LANGUAGE[dtype]
