@@ -107,7 +107,15 @@ def average_gradients(model: nn.Module) -> None:
 def start_alike(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Give every rank the parameters and buffers of the group's first rank; frozen ones on the meta device have no values."""
     tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
-    broadcast([t for t in tensors if t.device.type != "meta"], group)
+    broadcast([part for t in tensors if t.device.type != "meta" for part in _parts(t)], group)
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """The ordinary tensors that a tensor subclass (a quantized weight) is made of."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return [tensor]
+    return [part for name in flatten()[0] for part in _parts(getattr(tensor, name))]
 
 
 def _model_problems(model: nn.Module) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import accelerate
+import peft
 import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType
@@ -78,7 +79,6 @@ def settings() -> dict[str, Any]:
     return {
         "noise_multiplier": 0.0,
         "max_grad_norm": C,
-        "poisson_sampling": False,
         "loss_reduction": "sum",
     }
 
@@ -116,6 +116,48 @@ def update_error(kind: str, *, warm: bool) -> tuple[float, int]:
         found = p.full_tensor() if hasattr(p, "full_tensor") else p
         worst = max(worst, float((found.detach() - wanted[name]).abs().max()))
     return worst, len(engine.accountant)
+
+
+def device_map_error(quantized: bool) -> tuple[float, int, int]:
+    """LoRA on a Llama whose blocks lie on two devices of this rank; largest error of its first update, devices, steps."""
+    from opacus.testing import accelerators
+    from opacus.tests.adapter_models import batch, expected_sum, largest_error, llama, losses, shaken, trained
+
+    def adapted(devices: list[torch.device] | None) -> nn.Module:
+        model = llama(dtype=torch.float32 if quantized else torch.float64)
+        if quantized:
+            from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+            quantize_(model.model, Int8WeightOnlyConfig())
+        if devices is not None:
+            first, last = map(str, devices)
+            where = {"model.embed_tokens": first, "model.rotary_emb": first, "model.layers.0": first}
+            accelerate.dispatch_model(
+                model, where | {"model.layers.1": last, "model.norm": last, "lm_head": last}
+            )
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        return shaken(peft.get_peft_model(model, lora))
+
+    wanted, clip = expected_sum(adapted(None))
+    accelerator = accelerator_for("ddp")
+    model = adapted(accelerators(2))
+    before = {name: p.detach().clone() for name, p in trained(model).items()}
+    engine = PrivacyEngine()
+    loader = DataLoader(TensorDataset(torch.arange(4)), batch_size=2)
+    prepared = prepare_private(
+        accelerator,
+        model,
+        torch.optim.SGD(trained(model).values(), lr=1.0),
+        loader,
+        privacy_engine=engine,
+        **{**settings(), "max_grad_norm": clip},
+    )
+    mine = slice(0, 3) if accelerator.process_index == 0 else slice(3, None)
+    accelerator.backward(losses(prepared.model, {name: value[mine] for name, value in batch().items()}).sum())
+    prepared.optimizer.step()
+    found = {name: (before[name] - p.detach()).double().cpu() for name, p in trained(model).items()}
+    devices = {p.device for p in trained(model).values()}
+    return largest_error(found, wanted), len(devices), len(engine.accountant)
 
 
 def one_process(warm: bool) -> dict[str, Tensor]:
