@@ -77,7 +77,9 @@ class Rank:
 
     def say(self, **result: Any) -> None:
         names = ("layout", "task", "what")
-        print(json.dumps({**{name: getattr(self.options, name) for name in names}, **result}), flush=True)
+        line = json.dumps({**{name: getattr(self.options, name) for name in names}, **result})
+        sys.stdout.write(line + "\n")  # in one piece: ranks share the pipe
+        sys.stdout.flush()
 
     def wait(self) -> None:
         for device in self.devices:

@@ -135,7 +135,8 @@ def run(options: argparse.Namespace, layout: str, task: str, what: str, *more: s
         output, errors, failed = done.stdout, done.stderr, done.returncode != 0
     except subprocess.TimeoutExpired as late:
         output, errors, failed = str(late.stdout or ""), f"took longer than {options.limit} s", True
-    rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"layout"')]
+    lines = output.replace('}{"layout"', '}\n{"layout"').splitlines()
+    rows = [json.loads(line) for line in lines if line.startswith('{"layout"')]
     if failed:
         rows.append({"layout": layout, "task": task, "what": what, "ok": False, "error": errors[-3000:]})
     for row in rows:

@@ -68,7 +68,7 @@ def prepare_private(
         accelerator: with mixed precision "no" or "bf16", gradient accumulation 1.
         model: not prepared; placed by a device map, or not placed yet (it goes to `accelerator.device`).
         optimizer: over its trainable parameters; not prepared.
-        data_loader: not prepared. Its batch size is that of one rank: the expected logical batch is that times the ranks.
+        data_loader: not prepared. Its batch size is that of all ranks together, as in `make_private`: each rank draws its share.
         privacy_engine: accounts for the run.
         grad_sample_mode: "bk" or "hooks".
         **options: as in `PrivacyEngine.make_private`, or, where `target_epsilon` is among them, in
