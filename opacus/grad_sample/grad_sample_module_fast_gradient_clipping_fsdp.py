@@ -1,6 +1,8 @@
 """Mode "ghost_fsdp": mode "ghost" on a model sharded by `fully_shard`, under its recorded name.
 
-Norms need no communication, as a rank owns its samples; clipped sums are reduced to shards when the second backward ends.
+Norms need no communication, as a rank owns its samples; clipped sums are reduced to shards when the second backward ends. Until then a
+rank holds whole sums of all trainable parameters, in float32: little for adapters, 4 bytes a parameter for full fine-tuning. (Mode
+"bk" holds activations and backprops in their place, and one whole sum at a time.)
 """
 
 from __future__ import annotations

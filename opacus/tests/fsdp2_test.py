@@ -69,6 +69,16 @@ def test_options_of_fully_shard(two_ranks, options):
     assert error(two_ranks, width=6, hidden=8, options=cases.OPTIONS[options]) < EXACT
 
 
+@pytest.mark.parametrize("wrap", ["block", "group"])
+def test_prefetching_and_parameters_kept_after_the_backward(two_ranks, wrap):
+    assert error(two_ranks, wrap=wrap, prefetch=True, rows=((3, 2), (1, 2))) < EXACT
+
+
+def test_resharding_to_groups_of_ranks(four_ranks):
+    case = {"width": 8, "hidden": 8, "options": {"reshard_after_forward": 2}, "rows": ((2, 1),)}
+    assert error(four_ranks, **case) < EXACT
+
+
 def test_float32_parameters(two_ranks):
     assert error(two_ranks, dtype=torch.float32) < 1e-5
 

@@ -130,12 +130,12 @@ def loop(model: nn.Module, ids: Tensor, clipping: str, clip: float) -> dict[str,
     return total
 
 
-def mesh_of(kind: str) -> Any:
+def mesh_of(kind: str, device: str = "cpu") -> Any:
     """ "fsdp": one axis over all ranks; "hsdp": two replicas."""
     world = dist.get_world_size()
     if kind == "hsdp":
-        return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replica", "shard"))
-    return init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+        return init_device_mesh(device, (2, world // 2), mesh_dim_names=("replica", "shard"))
+    return init_device_mesh(device, (world,), mesh_dim_names=("shard",))
 
 
 def shard(model: Net, mesh: Any, wrap: str, **options: Any) -> Net:
@@ -231,6 +231,8 @@ def update_error(
     clip: float = 0.3,
     options: dict[str, Any] | None = None,
     cap: int | None = None,
+    prefetch: bool = False,
+    device: str = "cpu",
     **build_options: Any,
 ) -> float:
     """Largest error of one private step, against the loop over the union of all ranks' samples; relative to its largest entry.
@@ -243,10 +245,18 @@ def update_error(
     world, rank = dist.get_world_size(), dist.get_rank()
     counts = [[batch[r % len(batch)] for r in range(world)] for batch in rows]
     ids = tokens(sum(map(sum, counts)))
-    model = build(**build_options).to(dtype)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    ids = ids.to(device)
+    model = build(**build_options).to(device, dtype)
     reference = loop(model, ids, clipping, clip)
     before = {name: p.detach().double().clone() for name, p in model.named_parameters()}
-    shard(model, mesh_of(kind), wrap, **(options or {}))
+    shard(model, mesh_of(kind, device), wrap, **(options or {}))
+    if prefetch:
+        model.set_modules_to_forward_prefetch(list(model.blocks))
+        model.set_modules_to_backward_prefetch(list(model.blocks)[::-1])
+        model.set_reshard_after_backward(False)
+        model.set_unshard_in_backward(True)
     expected = max(1, len(ids)) if reduction == "mean" else 1
     inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     private = Private(
@@ -270,6 +280,8 @@ def update_error(
     finally:
         scatter.BUCKET_ELEMENTS = usual
     after = parameters_of(model)
+    before = {name: p.to(after[name].device) for name, p in before.items()}
+    reference = {name: g.to(after[name].device) for name, g in reference.items()}
     size = max(float(g.abs().max()) for g in reference.values()) or 1.0
     worst = 0.0
     for name, start_value in before.items():
@@ -291,9 +303,12 @@ def noise_of(
     seed: int | None = 5,
     secure: bool = False,
     steps: int = 2,
+    device: str = "cpu",
 ) -> list[list[Tensor]]:
     """The noise of `steps` steps on no samples: the whole gradient of each parameter, as this rank sees it."""
-    model = shard(build(width=64, hidden=130), mesh_of(kind), "block")
+    if device == "cuda":
+        torch.cuda.set_device(dist.get_rank())
+    model = shard(build(width=64, hidden=130).to(device), mesh_of(kind, device), "block")
     inner = torch.optim.SGD(model.parameters(), lr=1.0)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     private = Private(
@@ -301,9 +316,9 @@ def noise_of(
     )
     seen = []
     for _ in range(steps):
-        private.backward(tokens(0))
+        private.backward(tokens(0).to(device))
         private.optimizer.step()
-        seen.append([full(p.grad).clone() for p in private.optimizer.params])
+        seen.append([full(p.grad).cpu() for p in private.optimizer.params])
         private.optimizer.zero_grad(set_to_none=True)
     return seen
 
