@@ -320,7 +320,12 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
     rank = Rank(options)
-    {"update": update, "noise": noise, "refusal": refusal, "speed": speed}[options.what](rank)
+    measure = {"update": update, "noise": noise, "refusal": refusal, "speed": speed}
+    for what in options.what.split(","):
+        options.what = what
+        measure[what](rank)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
     if rank.world > 1:
         dist.destroy_process_group()
     sys.stdout.flush()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
 from opacus.integrations.accelerate import prepare_private
@@ -99,9 +99,7 @@ def update_error(kind: str, *, warm: bool) -> tuple[float, int]:
         warm_up(model, optimizer)
     engine = PrivacyEngine()
     plain = model
-    records = TensorDataset(*rows())
-    mine = DistributedSampler(records, accelerator.num_processes, accelerator.process_index)
-    loader = DataLoader(records, batch_size=ROWS // accelerator.num_processes, sampler=mine)
+    loader = DataLoader(TensorDataset(*rows()), batch_size=ROWS)
     model, optimizer, _, _ = prepare_private(
         accelerator, model, optimizer, loader, privacy_engine=engine, **settings()
     )
