@@ -42,7 +42,7 @@ from opacus.utils.random_states import dealt_anew, default_states, restore_defau
 if TYPE_CHECKING:
     from opacus.privacy_engine import PrivacyEngine
 
-__all__ = ["CheckpointError", "load", "save"]
+__all__ = ["CheckpointError", "load", "privacy_state", "restore_privacy", "save"]
 
 _MODULE, _ACCOUNTANT, _OPTIMIZER = (
     "module_state_dict",
@@ -161,6 +161,29 @@ def load(
 
 
 # ---------------------------------------------------------------------------------------------- sharded models
+
+
+def privacy_state(engine: PrivacyEngine, module: Any, optimizer: Optimizer) -> dict[str, Any]:
+    """What a private run is besides weights and the optimizer's state, for checkpoints that another library writes."""
+    run = _run_state(engine, module, optimizer)
+    return {_ACCOUNTANT: engine.accountant.state_dict(), _RUN: run}
+
+
+def restore_privacy(
+    engine: PrivacyEngine, module: Any, optimizer: Optimizer, saved: Mapping[str, Any]
+) -> None:
+    """Go on where `privacy_state` was called.
+
+    Raises:
+        CheckpointError: listing all that is missing or of another mechanism. Nothing was changed.
+    """
+    problems = key_problems(saved, [_ACCOUNTANT, _RUN], {})
+    if not problems:
+        problems += accountant_problems(engine.accountant, saved[_ACCOUNTANT])
+        problems += run_problems(saved[_RUN], engine.sampling, optimizer, _devices(module))
+    raise_if_any("the state of privacy cannot be restored", problems, CheckpointError)
+    engine.accountant.load_state_dict(saved[_ACCOUNTANT])
+    _restore_run(engine, module, optimizer, saved[_RUN])
 
 
 def _kind_problems(module: Any, shards: Shards | None) -> list[str]:

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from opacus.checkpoint import CheckpointError, privacy_state, restore_privacy
 from opacus.errors import raise_if_any
 from opacus.privacy_engine import PrivacyEngine
+from opacus.utils.checkpoint_file import read, write
 from opacus.utils.resumable import ResumableDataLoader
 
 if TYPE_CHECKING:
@@ -60,9 +63,10 @@ def prepare_private(
     span several devices of its own (a `device_map`, a quantized base), which Accelerate itself refuses; or FSDP2, where the optimizer
     may have been built, and used, before the model is sharded.
 
-    Schedulers are prepared by `accelerator.prepare(scheduler)` as usual. `accelerator.backward`, `accelerator.autocast` and
-    `accelerator.save_state` work; `clip_grad_norm_` finds nothing to clip. Large logical batches are split by `BatchMemoryManager`,
-    not by gradient accumulation.
+    Schedulers are prepared by `accelerator.prepare(scheduler)` as usual. `accelerator.backward` and `accelerator.autocast` work;
+    `clip_grad_norm_` finds nothing to clip. `accelerator.save_state` also keeps accountant, noise and sampling; after `load_state` the
+    loader goes on within the epoch by itself (no `skip_first_batches`), and a folder without them is refused. Large logical
+    batches are split by `BatchMemoryManager`, not by gradient accumulation.
 
     Args:
         accelerator: with mixed precision "no" or "bf16", gradient accumulation 1.
@@ -116,6 +120,7 @@ def prepare_private(
 
     prepared_optimizer = PrivateAcceleratedOptimizer(private_optimizer)
     accelerator._optimizers.append(prepared_optimizer)
+    _keep_in_checkpoints(accelerator, privacy_engine, model, private_optimizer)
     device = _input_device(accelerator, model)
     return Prepared(spread, prepared_optimizer, _placed(accelerator, private_loader, device), hooks)
 
@@ -234,6 +239,25 @@ def _run_in_mixed_precision(accelerator: Any, model: nn.Module) -> None:
             return plain(*args, **kwargs)
 
     model.forward = convert_outputs_to_fp32(forward)
+
+
+def _keep_in_checkpoints(accelerator: Any, engine: PrivacyEngine, model: nn.Module, optimizer: Any) -> None:
+    """A file of each rank beside what `save_state` writes; Accelerate would read objects of its users by executing them."""
+
+    def path(folder: str) -> Path:
+        return Path(folder) / f"privacy_{accelerator.process_index}.pt"
+
+    def save(models: Any, weights: Any, folder: str) -> None:
+        write(privacy_state(engine, model, optimizer), path(folder), None)
+
+    def load(models: Any, folder: str) -> None:
+        if not path(folder).exists():
+            problem = f"{path(folder)} is not there: without it steps already taken would not be counted. Use a folder that save_state wrote."
+            raise CheckpointError("the checkpoint cannot be loaded", [problem])
+        restore_privacy(engine, model, optimizer, read(path(folder), None))
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
 
 
 def _input_device(accelerator: Any, model: nn.Module) -> Any:

@@ -20,6 +20,7 @@ accelerate = pytest.importorskip("accelerate", reason="needs the extra hf (accel
 peft = pytest.importorskip("peft", reason="needs the extra hf (peft)")
 
 from opacus import PrivacyEngine
+from opacus.checkpoint import CheckpointError
 from opacus.data_loader import DPDataLoader
 from opacus.errors import ConfigurationError
 from opacus.integrations.accelerate import prepare_private
@@ -345,6 +346,59 @@ def test_physical_batches_through_accelerate_step_and_schedule_once_for_each_log
     assert split[1:] == whole[1:]
     for name, p in whole[0].items():
         torch.testing.assert_close(split[0][name], p, rtol=0, atol=1e-7)  # AdamW divides rounding by rounding
+
+
+def resumable(accelerator: Any) -> tuple[Any, PrivacyEngine]:
+    model = shaken(with_lora(llama()))
+    engine = PrivacyEngine(accountant="rdp")
+    prepared = prepare_private(
+        accelerator,
+        model,
+        torch.optim.AdamW(trained(model).values(), lr=1e-2),
+        DataLoader(Records(24), batch_size=6, generator=torch.Generator().manual_seed(4)),
+        privacy_engine=engine,
+        noise_multiplier=0.7,
+        max_grad_norm=0.5,
+        noise_generator=torch.Generator().manual_seed(5),
+    )
+    return prepared, engine
+
+
+def train(accelerator: Any, prepared: Any, save_before: int | None = None, folder: str = "") -> None:
+    """One pass over the loader; `save_state` before the step of that number."""
+    batches = iter(prepared.data_loader)
+    for step in range(len(prepared.data_loader)):
+        if step == save_before:
+            accelerator.save_state(folder)
+        inputs = next(batches, None)
+        if inputs is None:
+            return
+        prepared.optimizer.zero_grad()
+        value = losses(prepared.model, inputs)
+        accelerator.backward(value.sum() / max(1, len(value)))
+        prepared.optimizer.step()
+
+
+def test_a_run_resumed_from_accelerates_checkpoint_is_the_uninterrupted_one(accelerator, tmp_path):
+    whole, engine = resumable(accelerator)
+    train(accelerator, whole, save_before=2, folder=str(tmp_path))
+    accelerate.state.AcceleratorState._reset_state(True)
+    second = accelerate.Accelerator(cpu=True)
+    resumed, counted = resumable(second)
+    second.load_state(str(tmp_path))
+    assert len(counted.accountant) == 2
+    train(second, resumed)  # the rest of the epoch
+    assert len(counted.accountant) == len(engine.accountant) == 4
+    for a, b in zip(trained(whole.model).values(), trained(resumed.model).values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_a_checkpoint_without_the_state_of_privacy_is_refused(accelerator, tmp_path):
+    resumable(accelerator)
+    accelerator.save_state(str(tmp_path))
+    (tmp_path / "privacy_0.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"privacy_0\.pt is not there"):
+        accelerator.load_state(str(tmp_path))
 
 
 def test_a_budget_may_be_given_in_place_of_noise(accelerator):
