@@ -54,14 +54,14 @@ class Captured:
     scale: float = 1.0
     pieces: Mapping[str, Piece] = field(default_factory=dict)
     adds_up: DeviceMesh | None = None
-    _bound: dict[str, Any] | None = field(default=None, repr=False)
-    _inputs: list[Tensor] | None = field(default=None, repr=False)
+    _bound: dict[str, Any] | None = field(default=None, init=False, repr=False)
+    _inputs: list[Tensor] | None = field(default=None, init=False, repr=False)
 
     def scaled(self) -> Captured:
         """The same call with `scale` multiplied into its outputs."""
         if self.scale == 1.0:
             return self
-        return replace(self, outputs=[g * self.scale for g in self.outputs], scale=1.0, _inputs=None)
+        return replace(self, outputs=[g * self.scale for g in self.outputs], scale=1.0)
 
     @property
     def backprops(self) -> Tensor:

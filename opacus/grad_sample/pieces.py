@@ -162,7 +162,6 @@ def _local_call(
         return _local(tensor, Shard(tensor.dim() - 1))
 
     local = replace(captured, layer=_standing_in(captured.layer, names, pieces), names=names, pieces=pieces)
-    local._bound = None
     if way == "positions":
         placement = _positions_split(captured)
         if placement is not None:
@@ -226,7 +225,7 @@ def _of_entries(captured: Captured, piece: Piece) -> Captured:
     g = torch.where(here.unsqueeze(-1), g, torch.zeros((), dtype=g.dtype, device=g.device))
     ids = torch.where(here, ids - piece.start, torch.zeros_like(ids))
     # batch first already, as `inputs` and `backprops` are
-    return replace(captured, args=(ids,), kwargs={}, outputs=[g], batch_dim_of=_first, _bound=None)
+    return replace(captured, args=(ids,), kwargs={}, outputs=[g], batch_dim_of=_first)
 
 
 def _first(tensor: Tensor) -> int:
