@@ -67,7 +67,7 @@ def exchange(message: Any, group: dist.ProcessGroup, purpose: str) -> list[Any]:
     keys = [f"meeting {meeting} rank {r}" for r in range(size)]
     try:
         store.set(keys[rank], json.dumps([purpose, message]))
-        store.wait(keys)
+        store.wait(keys, *_patience(group))
         answers = [json.loads(store.get(key)) for key in keys]
     except RuntimeError as error:  # of the store: too late, or its owner has ended
         raise RankLostError(_absent(store, keys, rank, purpose)) from error
@@ -141,6 +141,16 @@ def in_words(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _patience(group: dist.ProcessGroup) -> tuple[timedelta, ...]:
+    """The group's timeout, as an argument; nothing where torch does not tell it, and the store's own holds."""
+    for device in getattr(group, "_device_types", ()):
+        try:
+            return (group._get_backend(device).options._timeout,)
+        except (AttributeError, RuntimeError):
+            continue
+    return ()
 
 
 def _store(group: dist.ProcessGroup) -> Any:

@@ -59,7 +59,8 @@ class Ranks:
         world_size: number of ranks, at least 1.
         emulated_devices: so many emulated devices exist on each rank, which then sees no real accelerator, and gloo serves them; 0
             leaves devices as they are.
-        timeout: seconds a case may take, and the longest wait of a collective.
+        timeout: seconds a case may take.
+        patience: the process group's timeout: seconds that a collective waits for other ranks; `timeout` if None.
         backend: of the process group.
 
     Raises:
@@ -73,7 +74,13 @@ class Ranks:
     """
 
     def __init__(
-        self, world_size: int, *, emulated_devices: int = 0, timeout: float = 60.0, backend: str = "gloo"
+        self,
+        world_size: int,
+        *,
+        emulated_devices: int = 0,
+        timeout: float = 60.0,
+        patience: float | None = None,
+        backend: str = "gloo",
     ) -> None:
         problems = []
         if not isinstance(world_size, int) or world_size < 1:
@@ -83,7 +90,7 @@ class Ranks:
         raise_if_any("ranks cannot be started", problems)
         self.world_size = world_size
         self.timeout = timeout
-        self._setting = _Setting(world_size, emulated_devices, backend)
+        self._setting = _Setting(world_size, emulated_devices, backend, patience)
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._store: Any = None
@@ -222,6 +229,7 @@ class _Setting:
     world_size: int
     emulated_devices: int
     backend: str
+    patience: float | None
 
 
 def _serve(pipe: Connection, rank: int, setting: _Setting, stacks: str) -> None:
@@ -254,13 +262,15 @@ def _answer(case: int, port: int, timeout: float, job: bytes, rank: int, setting
     try:
         function, args, kwargs = pickle.loads(job)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(setting.world_size))
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+        store = dist.PrefixStore(
+            f"case {case}", dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+        )
+        store.set(f"here {rank}", "")
+        store.wait([f"here {r}" for r in range(setting.world_size)])  # importing the function may take long
+        if setting.patience is not None:
+            limit = timedelta(seconds=setting.patience)
         dist.init_process_group(
-            setting.backend,
-            store=dist.PrefixStore(f"case {case}", store),
-            rank=rank,
-            world_size=setting.world_size,
-            timeout=limit,
+            setting.backend, store=store, rank=rank, world_size=setting.world_size, timeout=limit
         )
         try:
             value = function(*args, **kwargs)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from opacus import PrivacyEngine
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
@@ -89,6 +89,8 @@ def train(
     inner: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
     seed_of_rank: bool = False,
     watch: Callable[[Any, Any], None] | None = None,
+    shuffle: bool = True,
+    splits: int = 0,
     **options: Any,
 ) -> dict[str, Any]:
     """Train for `steps` logical batches; what came out, on the CPU.
@@ -98,6 +100,8 @@ def train(
         devices: where the layers go; none leaves them on the CPU.
         physical: largest physical batch; None for no BatchMemoryManager.
         seed_of_rank: other initial weights on every rank, for broadcasts to mend.
+        shuffle: the loader's.
+        splits: give the loader a DistributedSampler for so many ranks.
         watch: called with optimizer and engine after each step.
         options: of `make_private`.
     """
@@ -108,7 +112,12 @@ def train(
     named = dict(model.named_parameters())
     model = wrap(model, wrapping, "before")
     generator = torch.Generator().manual_seed(5)
-    loader = DataLoader(records(), batch_size=batch_size, shuffle=True, generator=generator)
+    data = records()
+    if splits:  # records in turn, so that the ranks' batches are those of one process
+        sampler = DistributedSampler(data, splits, rank, shuffle=False)
+        loader = DataLoader(data, batch_size=batch_size, sampler=sampler)
+    else:
+        loader = DataLoader(data, batch_size=batch_size, shuffle=shuffle, generator=generator)
     if clipping == "adaptive":
         options = {**ADAPTIVE, **options}
     engine = PrivacyEngine(accountant="rdp", secure_mode=options.pop("secure_mode", False))
@@ -125,6 +134,8 @@ def train(
         **options,
     )
     private, optimizer, *criterion, loader = parts
+    if not isinstance(private, nn.Module):
+        private = model  # hooked in place
     private = wrap(private, wrapping, "after")
     loss_of = criterion[0] if criterion else nn.CrossEntropyLoss(reduction=reduction)
     sizes: list[int] = []
