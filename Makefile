@@ -9,7 +9,7 @@ VENV ?= .venv
 # After a change of TORCH or PYTHON: make clean.
 TORCH ?= torch==2.13.0
 # Two workers with one thread each: the emulated devices are state of a process, so workers are safe.
-PYTEST_ARGS ?= --numprocesses=2
+PYTEST_ARGS ?= --numprocesses=2 --dist=loadgroup
 
 BIN := $(VENV)/bin
 

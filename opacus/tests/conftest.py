@@ -33,6 +33,14 @@ __all__ = [
 ]
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep tests over several ranks on one worker (`--dist=loadgroup`): two pools at once would outnumber the cores."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            if any("ranks" in name for name in getattr(item, "fixturenames", ())):
+                item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Skip a test that asks for more GPUs than the machine has, wherever it asks."""

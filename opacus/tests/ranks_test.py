@@ -17,8 +17,8 @@ needs_emulation = pytest.mark.skipif(not is_supported(), reason="no emulated dev
 
 
 @pytest.fixture(scope="module")
-def impatient() -> Iterator[Ranks]:
-    with Ranks(2, timeout=3) as ranks:
+def pair() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
         yield ranks
 
 
@@ -76,11 +76,11 @@ def identity(value: object) -> tuple[object, int, int]:
     return value, dist.get_rank(), dist.get_world_size()
 
 
-def test_results_come_by_rank_and_processes_are_kept(impatient: Ranks) -> None:
-    assert impatient.run(identity, "a") == [("a", 0, 2), ("a", 1, 2)]
-    before = [process.pid for process in impatient._processes]
-    assert impatient.run(identity, "b") == [("b", 0, 2), ("b", 1, 2)]
-    assert [process.pid for process in impatient._processes] == before
+def test_results_come_by_rank_and_processes_are_kept(pair: Ranks) -> None:
+    assert pair.run(identity, "a") == [("a", 0, 2), ("a", 1, 2)]
+    before = [process.pid for process in pair._processes]
+    assert pair.run(identity, "b") == [("b", 0, 2), ("b", 1, 2)]
+    assert [process.pid for process in pair._processes] == before
 
 
 def fails_on_one_rank() -> None:
@@ -89,10 +89,10 @@ def fails_on_one_rank() -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def test_an_exception_on_one_rank_is_named_and_the_next_case_runs(impatient: Ranks) -> None:
+def test_an_exception_on_one_rank_is_named_and_the_next_case_runs(pair: Ranks) -> None:
     with pytest.raises(RankError, match=r"(?s)rank 1: .*ValueError: this one"):
-        impatient.run(fails_on_one_rank)
-    assert impatient.run(identity, 1) == [(1, 0, 2), (1, 1, 2)]
+        pair.run(fails_on_one_rank)
+    assert pair.run(identity, 1) == [(1, 0, 2), (1, 1, 2)]
 
 
 def dies_on_one_rank() -> None:
@@ -107,11 +107,14 @@ def sleeps_on_one_rank() -> int:
     return 5
 
 
-def test_a_process_that_dies_or_hangs_is_named_and_the_next_case_runs(impatient: Ranks) -> None:
-    outcomes = impatient.outcomes(dies_on_one_rank)
+def test_a_process_that_dies_or_hangs_is_named_and_the_next_case_runs(pair: Ranks) -> None:
+    outcomes = pair.outcomes(dies_on_one_rank)
     assert "exit code 7" in str(outcomes[1].error)
     assert "Error" in str(outcomes[0].error)
-    outcomes = impatient.outcomes(sleeps_on_one_rank)
+    pair.run(identity, 1)  # started, and the functions imported
+    pair.timeout = 4
+    outcomes = pair.outcomes(sleeps_on_one_rank)
+    pair.timeout = 60
     assert outcomes[0].value == 5
     assert "sleeps_on_one_rank" in str(outcomes[1].error)
-    assert impatient.run(identity, 1) == [(1, 0, 2), (1, 1, 2)]
+    assert pair.run(identity, 1) == [(1, 0, 2), (1, 1, 2)]
