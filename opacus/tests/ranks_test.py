@@ -112,7 +112,7 @@ def test_a_process_that_dies_or_hangs_is_named_and_the_next_case_runs(pair: Rank
     assert "exit code 7" in str(outcomes[1].error)
     assert "Error" in str(outcomes[0].error)
     pair.run(identity, 1)  # started, and the functions imported
-    pair.timeout = 4
+    pair.timeout = 10
     outcomes = pair.outcomes(sleeps_on_one_rank)
     pair.timeout = 60
     assert outcomes[0].value == 5
