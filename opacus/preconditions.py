@@ -6,6 +6,8 @@ import warnings
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
 from opacus import integrations
@@ -107,7 +109,19 @@ def _parameter_findings(module: nn.Module) -> list[str]:
     trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     if not trainable:
         return ["module has no parameter that requires grad: there is nothing to train."]
-    return [
+    lazy = [name for name, p in trainable if is_lazy(p)]
+    if lazy:
+        return [
+            f"parameter {name} has no shape yet (a lazy layer): run the model on a batch once, then build the optimizer."
+            for name in lazy
+        ]
+    computed = [
+        f"{path or 'module'} computes its weights by a parametrization (weight norm, spectral norm, ...), outside any layer that sees "
+        "samples: take it off (torch.nn.utils.parametrize.remove_parametrizations), or freeze the layer."
+        for path, layer in module.named_modules()
+        if is_parametrized(layer) and any(p.requires_grad for p in layer.parametrizations.parameters())
+    ]
+    return computed + [
         f"parameter {name} is on the meta device and requires grad (offloaded, or never loaded): load it to a device, "
         "or freeze it."
         for name, p in trainable

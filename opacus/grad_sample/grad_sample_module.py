@@ -395,26 +395,46 @@ class GradSampleModule(GradSampleHooks, AbstractGradSampleModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradSampleModule:
         """A copy with hooks of its own: the original's hooks belong to the original's parameters."""
-        attached = self.capture.attached
         with self.unhooked():
             module = copy.deepcopy(self._module, memo)
-        clone = type(self).__new__(type(self))
-        clone.__dict__.update({name: getattr(self, name) for name in self.MODE_OPTIONS})
-        GradSampleModule.__init__(
-            clone,
-            module,
-            batch_first=self.batch_first,
-            loss_reduction=self.loss_reduction,
-            strict=self.strict,
-            force_functorch=self.force_functorch,
-        )
-        memo[id(self)] = clone
-        clone.capture.enabled = self.capture.enabled
-        clone.capture.owners = self.capture.lasting_owners
-        clone.grad_accumulation_allowed = self.grad_accumulation_allowed
-        if not attached:
-            clone.remove_hooks()
+        clone = memo[id(self)] = _wrapped_again(type(self), module, self._settings())
         return clone
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickled (`torch.save(model)`) as the model and how it was wrapped; per-sample gradients are not."""
+        with self.unhooked():
+            module = copy.deepcopy(self._module)
+        return _wrapped_again, (type(self), module, self._settings())
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "options": {name: getattr(self, name) for name in self.MODE_OPTIONS},
+            "arguments": {
+                "batch_first": self.batch_first,
+                "loss_reduction": self.loss_reduction,
+                "strict": self.strict,
+                "force_functorch": self.force_functorch,
+            },
+            "attached": self.capture.attached,
+            "enabled": self.capture.enabled,
+            "owners": self.capture.lasting_owners,
+            "accumulation": self.grad_accumulation_allowed,
+        }
+
+
+def _wrapped_again(
+    kind: type[GradSampleModule], module: nn.Module, settings: dict[str, Any]
+) -> GradSampleModule:
+    """A wrapper around `module` like the one that `settings` are of."""
+    clone = kind.__new__(kind)
+    clone.__dict__.update(settings["options"])
+    GradSampleModule.__init__(clone, module, **settings["arguments"])
+    clone.capture.enabled = settings["enabled"]
+    clone.capture.owners = settings["owners"]
+    clone.grad_accumulation_allowed = settings["accumulation"]
+    if not settings["attached"]:
+        clone.remove_hooks()
+    return clone
 
 
 def iterate_trained_layers(module: nn.Module) -> Iterator[nn.Module]:

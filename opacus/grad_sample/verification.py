@@ -47,10 +47,14 @@ def disagreement(
         allowed = _TOLERANCE.get(dtype, 1e-1) * size + rounding
         settled.append(difference <= allowed)
         if difference > allowed:
+            by = (
+                f"{difference / size:.1%} of their norms"
+                if size * 1e3 > difference
+                else f"{difference:.3g}, all of it"
+            )
             problems.append(
-                f"{name}: the sum of its per-sample gradients differs from autograd's gradient by "
-                f"{difference / max(size, 1e-300):.1%} of their norms. It is used outside its layer's forward too, "
-                "or its layer's grad sampler is wrong."
+                f"{name}: the sum of its per-sample gradients differs from autograd's gradient by {by}. It is used outside "
+                "its layer's forward too, or its layer's grad sampler is wrong."
             )
     return problems, settled
 

@@ -149,6 +149,22 @@ def test_a_copy_has_hooks_of_its_own():
     assert_close(grad_samples(wrapped._module), want, 1e-10)
 
 
+@pytest.mark.parametrize("mode", ["hooks", "bk", "ghost"])
+def test_a_whole_model_can_be_saved_and_goes_on_as_it_was(tmp_path, mode):
+    wrapped = wrap_model(network(), mode, loss_reduction="sum")
+    wrapped.forbid_grad_accumulation()
+    torch.save(wrapped, tmp_path / "model.pt")
+    again = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert type(again) is type(wrapped)
+    assert (again.loss_reduction, again.grad_accumulation_allowed) == ("sum", False)
+    assert_close(dict(again.state_dict()), dict(wrapped.state_dict()), 0.0)
+    assert wrapped.capture.attached
+    if mode == "hooks":
+        want = expected(again._module, (X,), {}, 4)
+        per_sample_loss(again(X)).sum().backward()
+        assert_close(grad_samples(again._module), want, 1e-10)
+
+
 def test_attributes_and_state_of_the_model_are_reached_through_the_wrapper():
     model = network()
     wrapped = GradSampleModule(model)

@@ -122,6 +122,16 @@ def test_trainable_meta_parameters_are_named_and_frozen_ones_pass():
     private(net, optimizer=torch.optim.SGD(net[0].parameters(), lr=0.1))
 
 
+def test_layers_without_a_shape_and_weights_that_are_computed_are_named_before_training():
+    with pytest.raises(ConfigurationError, match=r"parameter 0.weight has no shape yet"):
+        private(nn.Sequential(nn.LazyLinear(3)))
+    net = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), nn.Linear(3, 2))
+    with pytest.raises(ConfigurationError, match=r"0 computes its weights by a parametrization"):
+        private(net)
+    net[0].requires_grad_(False)
+    private(net, optimizer=torch.optim.SGD(net[1].parameters(), lr=0.1))
+
+
 def test_a_model_with_nothing_to_train_is_refused():
     with pytest.raises(ConfigurationError, match="no parameter that requires grad"):
         private(model().requires_grad_(False))
