@@ -14,7 +14,8 @@ CORE = ["torch>=2.11", "numpy>=1.24", "scipy>=1.10"]
 DEMO = ["scikit-learn>=1.3", "matplotlib>=3.8", "tqdm>=4.66"]
 ACCOUNTING = ["dp-accounting>=0.5"]
 LIGHTNING = ["lightning>=2.2"]
-HUGGING_FACE = ["transformers>=4.50", "accelerate>=1.0"]
+# The oldest releases the trainers' tests have passed on.
+HUGGING_FACE = ["transformers>=5.24", "trl>=1.16", "peft>=0.21", "accelerate>=1.15", "datasets>=5.2"]
 DOCS = ["sphinx>=7"]
 DEV = [
     *DEMO,

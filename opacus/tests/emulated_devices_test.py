@@ -572,3 +572,13 @@ def test_autocast_is_accepted_and_casts_nothing():
     with torch.autocast("emu", dtype=torch.bfloat16):
         out = nn.Linear(3, 3).to("emu:1")(torch.randn(2, 3, device="emu:1"))
     assert out.dtype == torch.float32
+
+
+def test_attention_takes_boolean_masks_as_the_cpu_does(two_devices):
+    q, k, v = (torch.randn(2, 3, 5, 4) for _ in range(3))
+    mask = torch.rand(2, 1, 5, 5) < 0.6
+    mask[..., 0] = True
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    there = [x.to(two_devices[1]) for x in (q, k, v, mask)]
+    found = torch.nn.functional.scaled_dot_product_attention(*there[:3], attn_mask=there[3])
+    torch.testing.assert_close(found.cpu(), wanted)

@@ -12,6 +12,8 @@ pytest.importorskip("transformers", reason="needs Transformers (extra hf)")
 pytest.importorskip("trl", reason="needs TRL (extra hf)")
 pytest.importorskip("peft", reason="needs PEFT (extra hf)")
 
+import accelerate
+
 from opacus.integrations.transformers import make_trainer_private
 from opacus.tests.hf_trainers import (
     EXPECTED,
@@ -87,3 +89,46 @@ def test_one_and_four_physical_batches_give_the_same_step(name, physical):
 @pytest.mark.parametrize("name", NAMES)
 def test_in_float64_the_step_is_as_exact_as_the_loss_which_may_be_float32_inside(name):
     assert error_of_one_step(name, dtype=torch.float64) < 1e-6
+
+
+# modules of each model on the first device; all others go to the second
+FIRST = {
+    "Llama": ("model.embed_tokens", "model.rotary_emb", "model.layers.0"),
+    "GPT-2": ("transformer.wte", "transformer.wpe", "transformer.drop", "transformer.h.0", "lm_head"),
+    "BERT classifier": (
+        "bert.embeddings",
+        "bert.encoder.layer.0",
+        "bert.pooler",
+        "dropout",
+        "classifier",  # where its labels are
+    ),
+    "BERT masked": ("bert.embeddings", "bert.encoder.layer.0", "cls"),
+}
+SECOND = {
+    "Llama": ("model.layers.1", "model.norm"),
+    "GPT-2": ("transformer.h.1", "transformer.ln_f"),
+    "BERT classifier": ("bert.encoder.layer.1",),
+    "BERT masked": ("bert.encoder.layer.1",),
+}
+
+
+def dispatched(name: str, model: torch.nn.Module, devices: list[torch.device]) -> None:
+    kind = next(kind for kind in FIRST if kind in name)
+    places = dict.fromkeys(FIRST[kind], devices[0]) | dict.fromkeys(SECOND[kind], devices[1])
+    if kind == "Llama":
+        head = "score" if "Reward" in name else "lm_head"
+        places[head] = devices[0] if "tied" in name else devices[1]
+        if (
+            "DPO" in name or "KTO" in name
+        ):  # these want what the head gives on the trainer's own device, here the CPU
+            places[head] = torch.device("cpu")
+    accelerate.dispatch_model(model, places, main_device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_dispatched_over_two_devices_takes_the_same_step(name, two_devices):
+    def prepare(model: torch.nn.Module) -> None:
+        dispatched(name, model, two_devices)
+        assert {p.device for p in model.parameters()} >= set(two_devices)
+
+    assert error_of_one_step(name, prepare=prepare) < 2e-6

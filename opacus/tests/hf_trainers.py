@@ -207,3 +207,33 @@ def largest_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 def drawn(trainer: Any, step: int = 0) -> list[int]:
     """The records of a logical batch of a private trainer's first epoch."""
     return list(trainer.get_train_dataloader().batch_sampler)[step]
+
+
+class Fixed:
+    """In place of a private trainer's Poisson batches: these records, in every step."""
+
+    def __init__(self, records: Sequence[int], steps: int = 1) -> None:
+        self.records, self.steps = list(records), steps
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def set_epoch(self, epoch: int) -> None:
+        """Nothing depends on it."""
+
+    def __iter__(self) -> Any:
+        return iter([self.records] * self.steps)
+
+
+def summed_gradient(trainer: Any, records: Sequence[int]) -> dict[str, Tensor]:
+    """What one step of a private trainer without noise divides by the expected batch size; weights stay as they are."""
+    before = trainable(trainer)
+    trainer.privacy.batches = Fixed(records)
+    trainer.train()
+    after = trainable(trainer)
+    with torch.no_grad():
+        for name, p in trainer.model.named_parameters():
+            if p.requires_grad:
+                p.copy_(before[name].to(p))
+    size = trainer.privacy.plan.expected_batch_size
+    return {name: (before[name] - after[name]) * (size / LEARNING_RATE) for name in before}

@@ -92,7 +92,7 @@ class _Probe:
     def loss(self, batch: Mapping[str, Any], count: int | None) -> Tensor:
         trainer = self.trainer
         inputs = trainer._prepare_inputs(dict(batch))
-        told = None if count is None else torch.tensor(count, device=trainer.args.device)
+        told = None if count is None else torch.tensor(count)
         return trainer.compute_loss(trainer.model, inputs, num_items_in_batch=told)
 
     def gradient(self, batch: Mapping[str, Any], count: int | None = 1) -> list[Tensor]:
@@ -118,9 +118,9 @@ class _Probe:
         for index in range(_TOGETHER):
             together = self._shortened(together, index, row=index)
         parts = [self.gradient(batch) for batch in alone]
-        if not any(bool(g.any()) for part in parts for g in part):
-            _refuse("no trainable parameter received a gradient. Are all adapters switched off or frozen?")
         whole = self.gradient(together)
+        if not any(bool(g.any()) for part in (whole, *parts) for g in part):
+            _refuse("no trainable parameter received a gradient. Are all adapters switched off or frozen?")
         ones = [1.0] * _TOGETHER
         if self._is(whole, parts, ones):
             return self._sum_contract(rows, chosen[0], parts[0], alone[0])

@@ -108,14 +108,14 @@ class DPTrainerMixin:
             self.control.should_log = True
             self.control.should_save = str(getattr(self.args.save_strategy, "value", "no")) != "no"
         total = torch.zeros((), device=self.args.device)
-        one = torch.tensor(1, device=self.args.device)
+        one = torch.tensor(1)  # on the CPU, where it can meet a loss on any device
         for number, batch in enumerate(inputs):
             if number:
                 run.close_batch()
             run.begin_batch(batch)
             loss = super().training_step(model, batch.tensors, one)  # type: ignore[misc]
             run.end_batch(batch)
-            total += loss.float() * (batch.n_samples * run.contract.to_mean(*batch))
+            total += loss.to(total.device).float() * (batch.n_samples * run.contract.to_mean(*batch))
         if not inputs:
             assert run.optimizer is not None
             run.optimizer.add_empty_batch()

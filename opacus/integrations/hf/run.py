@@ -164,6 +164,7 @@ class PrivateRun:
                     "become rows of its own."
                 ],
             )
+        self.hooks.policy.n_samples = 0
         self.scale = self.contract.to_sum(batch.n_samples, batch.tensors)
         weight_B = self.contract.weights(batch.n_samples, batch.tensors)
         if weight_B is not None:
@@ -173,6 +174,14 @@ class PrivateRun:
         """The backward of a physical batch has ended."""
         self.scale = None
         seen = self.hooks.policy.n_samples
+        if not seen:
+            raise PerSampleGradientError(
+                "the step cannot be private",
+                [
+                    "no layer that make_trainer_private has seen took part in the backward. Were layers or adapters replaced, or switched "
+                    "off, since? Make the trainer private when its model is complete."
+                ],
+            )
         if seen != batch.n_samples:
             raise PerSampleGradientError(
                 "samples cannot be told apart",

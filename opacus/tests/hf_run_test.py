@@ -1,0 +1,331 @@
+"""A private trainer's run: batches, accounting, budget, logs, checkpoints, and what it leaves behind."""
+
+from __future__ import annotations
+
+import glob
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs Transformers (extra hf)")
+pytest.importorskip("trl", reason="needs TRL (extra hf)")
+pytest.importorskip("peft", reason="needs PEFT (extra hf)")
+
+from peft import PeftModel
+from transformers import GPT2LMHeadModel, TrainerCallback
+
+from opacus.accountants import create_accountant
+from opacus.errors import ConfigurationError, PerSampleGradientError
+from opacus.integrations.transformers import DPTrainerMixin, make_trainer_private
+from opacus.tests import hf_tiny as tiny
+from opacus.tests.hf_trainers import (
+    NAMES,
+    Fixed,
+    adapters,
+    make_trainer,
+    norm,
+    summed_gradient,
+    trainable,
+)
+from opacus.utils.checkpoint_file import CheckpointError
+
+GPT2 = "Trainer, GPT-2 with tied head, full"
+SFT = "SFT, Llama, LoRA"
+ADAM = {"optim": "adamw_torch", "learning_rate": 1e-3, "lr_scheduler_type": "linear"}
+# made-up records, so that short tests need not look for the reduction among the trainer's
+QUICK = {"delta": 1e-5, "max_grad_norm": 1.0, "accountant": "rdp"}
+
+
+def private(name: str = SFT, *, run: dict | None = None, **changes: object):
+    options = {**QUICK, "noise_multiplier": 1.0, "seed": 3, **(run or {})}
+    return make_trainer_private(make_trainer(name, **changes), **options)
+
+
+class KilledError(Exception):
+    pass
+
+
+class KillAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KilledError
+
+
+class Watch(TrainerCallback):
+    """Copies of the weights after each step."""
+
+    def __init__(self, trainer) -> None:
+        self.trainer = trainer
+        self.weights = [trainable(trainer)]
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.weights.append(trainable(self.trainer))
+
+    def moved(self, step: int) -> float:
+        before, after = self.weights[step], self.weights[step + 1]
+        return norm({name: after[name] - before[name] for name in after})
+
+
+# -------------------------------------------------------------- sensitivity
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_record_more_moves_the_sum_by_at_most_c_whatever_its_length(name):
+    bound = 0.05
+    trainer = private(name, run={"noise_multiplier": 0.0, "max_grad_norm": bound, "expected_batch_size": 8})
+    records = [0, 1, 2, 3, 4, 7, 9]
+    lengths = [len(tiny.TEXTS[i]) for i in records]
+    whole = summed_gradient(trainer, records)
+    for extreme in (max(lengths), min(lengths)):
+        left = [i for i, length in zip(records, lengths, strict=True) if length != extreme]
+        less = summed_gradient(trainer, left)
+        share = norm({key: whole[key] - less[key] for key in whole})
+        assert bound * 0.9 < share < bound * (1 + 1e-4)  # all are longer than so small a bound
+
+
+@pytest.mark.parametrize("clipping", ["automatic", "per_layer", "adaptive"])
+def test_every_clipping_style_bounds_a_record(clipping):
+    count = len(trainable(make_trainer(SFT)))
+    bound, options = 0.05, {}
+    if clipping == "per_layer":
+        bound = [0.01] * count
+    if clipping == "adaptive":
+        options = {
+            "target_unclipped_quantile": 0.5,
+            "clipbound_learning_rate": 0.2,
+            "max_clipbound": 10.0,
+            "min_clipbound": 0.01,
+            "unclipped_num_std": 10.0,
+        }
+    total = math.sqrt(sum(b * b for b in bound)) if isinstance(bound, list) else bound
+    run = {"noise_multiplier": 0.0, "max_grad_norm": bound, "clipping": clipping, **options}
+    if clipping == "adaptive":
+        run["noise_multiplier"] = 1e-4
+    trainer = private(SFT, run=run)
+    alone = summed_gradient(trainer, [2])
+    assert 0.5 * total < norm(alone) < total * 1.05
+
+
+# -------------------------------------------------------- batches and steps
+
+
+def test_batches_are_poisson_at_the_stated_rate_and_differ_between_epochs_and_runs():
+    trainer = private(run={"expected_batch_size": 3})
+    batches = trainer.get_train_dataloader().batch_sampler
+    assert len(batches) == 4
+    seen = []
+    for epoch in range(400):
+        batches.set_epoch(epoch)
+        seen += list(batches)
+    sizes = torch.tensor([len(batch) for batch in seen], dtype=torch.float64)
+    # binomial(12, 1/4): mean 3, variance 9/4; 1600 draws
+    assert abs(float(sizes.mean()) - 3) < 5 * math.sqrt(2.25 / 1600)
+    assert abs(float(sizes.var()) - 2.25) < 0.5
+    assert len({tuple(batch) for batch in seen}) > 500
+    first = list(batches)
+    trainer.privacy.steps_before = 7
+    assert list(batches) != first
+
+
+def test_an_empty_batch_is_a_step_of_noise_alone_and_accounted():
+    trainer = private(run={"noise_multiplier": 0.0, "expected_batch_size": 1}, max_steps=12)
+    watch = Watch(trainer)
+    trainer.add_callback(watch)
+    sizes = [len(batch) for batch in trainer.get_train_dataloader().batch_sampler]
+    assert 0 in sizes
+    assert any(sizes)
+    trainer.train()
+    assert len(trainer.privacy.accountant) == trainer.state.global_step == 12
+    assert [watch.moved(step) > 0 for step in range(12)] == [size > 0 for size in sizes]
+
+
+def test_noise_of_a_step_has_the_stated_size_once():
+    run = {"noise_multiplier": 2.0, "max_grad_norm": 0.5, "expected_batch_size": 4}
+    trainer = private(GPT2, run=run, learning_rate=1.0)
+    before = trainable(trainer)
+    trainer.privacy.batches = Fixed([])
+    trainer.train()
+    after = trainable(trainer)
+    z = torch.cat([(after[name] - before[name]).flatten() for name in before]) * (4 / (2.0 * 0.5))
+    n = z.numel()
+    assert abs(float(z.mean())) < 5 / math.sqrt(n)
+    assert abs(float(z.var()) - 1) < 5 * math.sqrt(2 / n)
+
+
+def test_two_trains_in_a_row_draw_other_batches_and_add_up():
+    trainer = private(run={"expected_batch_size": 4}, max_steps=2)
+    trainer.train()
+    first = list(trainer.get_train_dataloader().batch_sampler)
+    trainer.train()
+    assert list(trainer.get_train_dataloader().batch_sampler) != first
+    assert len(trainer.privacy.accountant) == 4
+
+
+def test_the_users_own_optimizer_is_made_private():
+    trainer = make_trainer(SFT)
+    own = torch.optim.SGD([p for p in trainer.model.parameters() if p.requires_grad], lr=1.0)
+    trainer.optimizer = own
+    make_trainer_private(trainer, noise_multiplier=1.0, **QUICK)
+    trainer.train()
+    assert trainer.privacy.optimizer.original_optimizer is own
+    assert len(trainer.privacy.accountant) == 1
+
+
+def test_bf16_steps_stay_close_to_float32_and_within_the_bound():
+    run = {"noise_multiplier": 0.0, "max_grad_norm": 0.05, "expected_batch_size": 8}
+    full = summed_gradient(private(run=run), [0, 2, 4])
+    low = summed_gradient(private(run=run, bf16=True), [0, 2, 4])
+    assert norm({name: low[name] - full[name] for name in full}) < 0.05 * norm(full)
+    assert norm(low) < 3 * 0.05 * 1.001
+
+
+# ------------------------------------------------------- budget and figures
+
+
+def test_the_target_is_reached_and_not_exceeded_and_logged():
+    trainer = private(run={"noise_multiplier": None, "target_epsilon": 5.0}, num_train_epochs=2, max_steps=-1)
+    trainer.train()
+    assert trainer.state.global_step == 8  # 2 epochs of 12 / 3 steps
+    assert 4.9 < trainer.get_epsilon() <= 5.0
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["privacy_steps"] for entry in logged] == list(range(1, 9))
+    assert logged[-1]["epsilon"] == pytest.approx(trainer.get_epsilon(), abs=1e-5)
+    assert not any("grad_norm" in entry for entry in trainer.state.log_history)
+
+
+def test_training_stops_before_the_target_is_exceeded_and_does_not_go_on():
+    trainer = private(run={"target_epsilon": 6.0}, max_steps=50, save_strategy="steps", save_steps=1000)
+    trainer.train()
+    done = trainer.state.global_step
+    assert 0 < done < 50
+    reference = create_accountant("rdp")
+    reference.history = [(1.0, 3 / 12, done + 1)]
+    assert trainer.get_epsilon() <= 6.0 < reference.get_epsilon(1e-5)
+    assert glob.glob(f"{trainer.args.output_dir}/checkpoint-{done}")
+    with pytest.raises(ConfigurationError, match="the budget is spent"):
+        trainer.train()
+
+
+def test_unprotected_figures_can_be_left_out():
+    trainer = private(run={"log_unprotected": False}, max_steps=2)
+    result = trainer.train()
+    known = {"learning_rate", "epoch", "step", "epsilon", "privacy_steps", "train_runtime"}
+    assert set().union(*trainer.state.log_history) <= known | {"train_steps_per_second"}
+    assert result.training_loss == 0
+
+
+# ------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize("saved_at", [1, 4], ids=["first epoch", "second epoch"])
+@pytest.mark.parametrize("name", [GPT2, SFT])
+def test_a_killed_run_resumes_bit_for_bit(name, saved_at):
+    model = {"model": tiny.gpt2(dropout=0.1)} if name == GPT2 else {}
+    run = {"expected_batch_size": 4}  # 3 steps an epoch
+
+    def start(run_options, **changes):
+        if model:
+            changes["model"] = tiny.gpt2(dropout=0.1)
+        return private(name, run=run_options, max_steps=6, **ADAM, **changes)
+
+    straight = start(run)
+    straight.train()
+    killed = start(run, save_strategy="steps", save_steps=saved_at)
+    killed.add_callback(KillAt(saved_at + 1))
+    with pytest.raises(KilledError):
+        killed.train()
+    resumed = start({**run, "seed": None})  # batches and noise go on by what the checkpoint says
+    resumed.train(resume_from_checkpoint=f"{killed.args.output_dir}/checkpoint-{saved_at}")
+    wanted, found = trainable(straight), trainable(resumed)
+    assert all(torch.equal(wanted[key], found[key]) for key in wanted)
+    assert resumed.get_epsilon() == straight.get_epsilon()
+    assert len(resumed.privacy.accountant) == 6
+
+
+def test_a_checkpoint_without_optimizer_is_refused_at_the_first_step():
+    saved = private(max_steps=2, save_strategy="steps", save_steps=1, save_only_model=True)
+    saved.train()
+    resumed = private(max_steps=3)
+    before = trainable(resumed)
+    with pytest.raises(CheckpointError, match="no privacy state"):
+        resumed.train(resume_from_checkpoint=f"{saved.args.output_dir}/checkpoint-1")
+    assert len(resumed.privacy.accountant) == 0
+    assert before.keys() == trainable(resumed).keys()
+
+
+def test_a_checkpoint_of_a_trainer_that_was_not_private_is_refused():
+    plain = make_trainer(SFT, max_steps=2, save_strategy="steps", save_steps=1)
+    plain.train()
+    with pytest.raises(CheckpointError, match="was not private"):
+        private(max_steps=3).train(resume_from_checkpoint=f"{plain.args.output_dir}/checkpoint-1")
+
+
+def test_a_checkpoint_of_a_run_with_another_rate_is_refused():
+    saved = private(max_steps=2, save_strategy="steps", save_steps=1)
+    saved.train()
+    other = private(run={"expected_batch_size": 5}, max_steps=3)
+    with pytest.raises(CheckpointError, match="expected_batch_size=3, this one has 5"):
+        other.train(resume_from_checkpoint=f"{saved.args.output_dir}/checkpoint-1")
+
+
+# ------------------------------------------------------- what is left behind
+
+
+def test_save_model_writes_an_ordinary_model(tmp_path):
+    trainer = private(GPT2, max_steps=2)
+    trainer.train()
+    trainer.save_model(str(tmp_path))
+    loaded = GPT2LMHeadModel.from_pretrained(str(tmp_path))
+    wanted = trainer.model.state_dict()
+    assert loaded.state_dict().keys() == wanted.keys()
+    assert all(torch.equal(value, wanted[key]) for key, value in loaded.state_dict().items())
+
+
+def test_saved_adapters_are_ordinary_too(tmp_path):
+    trainer = private(SFT, max_steps=2)
+    trainer.train()
+    trainer.save_model(str(tmp_path))
+    loaded = PeftModel.from_pretrained(tiny.llama(), str(tmp_path))
+    found = {name: p for name, p in loaded.named_parameters() if "lora_" in name}
+    wanted = dict(trainer.model.named_parameters())
+    assert found
+    assert all(torch.equal(p, wanted[name]) for name, p in found.items())
+
+
+def test_detaching_leaves_no_hook_and_no_attribute():
+    trainer = private("SFT, Llama, full", max_steps=1)
+    hooks = {name for name, module in trainer.model.named_modules() if module._forward_hooks}
+    assert hooks
+    trainer.train()
+    model = trainer.detach_privacy()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert not any(hasattr(p, "summed_grad") or p._post_accumulate_grad_hooks for p in model.parameters())
+    with pytest.raises(ConfigurationError, match="not private yet"):
+        trainer.train()
+
+
+def test_a_trainer_stays_what_it_was():
+    trainer = private(SFT)
+    assert isinstance(trainer, DPTrainerMixin)
+    assert type(trainer).__mro__[2].__name__ == "SFTTrainer"
+    assert trainer.args.gradient_accumulation_steps == 1
+    with pytest.raises(ConfigurationError, match="private already"):
+        make_trainer_private(trainer, noise_multiplier=1.0, **QUICK)
+
+
+def test_accumulation_is_part_of_the_logical_batch():
+    trainer = private(gradient_accumulation_steps=2)
+    assert trainer.privacy.plan.expected_batch_size == 6
+    assert trainer.privacy.plan.steps_per_epoch == 2
+
+
+def test_adapters_exchanged_after_make_private_are_refused_at_the_step():
+    trainer = private(SFT)
+    base = trainer.model.unload()
+    trainer.model = trainer.model_wrapped = PeftModel(base, adapters(task_type="CAUSAL_LM"))
+    with pytest.raises(PerSampleGradientError, match="took part in the backward"):
+        trainer.train()
