@@ -4,6 +4,7 @@ Imported by name: `pytest_plugins` is refused in a conftest that pytest finds on
 """
 
 from collections.abc import Generator
+from importlib.util import find_spec
 
 import pytest
 
@@ -31,6 +32,10 @@ __all__ = [
     "two_ranks",
     "two_ranks_with_devices",
 ]
+
+# helpers that import what the extra `hf` brings: nothing to look for docstring examples in where it is missing
+_NEEDS_HF = ["adapter_models.py", "hf_tiny.py", "hf_trainers.py"]
+collect_ignore = [] if all(map(find_spec, ("transformers", "trl", "peft"))) else _NEEDS_HF
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
