@@ -131,6 +131,16 @@ def test_forwards_without_backward_do_not_matter(two_ranks):
     assert max(two_ranks.run(cases.evaluation_in_between)) < 1e-12
 
 
+def test_a_rank_that_dies_ends_the_others_with_a_named_error(two_ranks):
+    first, last = two_ranks.outcomes(cases.last_rank_dies_before_it_reduces)
+    assert "exit code 3" in last.error
+    assert "RankLostError: rank 0 of 2 could not add up clipped gradients over ranks" in first.error
+
+
+def test_what_trains_may_change_between_steps(two_ranks):
+    assert max(two_ranks.run(cases.thawed_later)) < 1e-12
+
+
 def test_offloaded_parts(two_ranks):
     assert max(two_ranks.run(cases.offloaded, "fsdp")) < 1e-12
 

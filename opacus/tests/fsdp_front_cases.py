@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -400,3 +401,42 @@ def epsilon_after(steps: int) -> float:
             loss_of(private, ids, "mean").backward()
             optimizer.step()
     return engine.get_epsilon(1e-5)
+
+
+def thawed_later() -> float:
+    """A part that is frozen when the model is sharded, and trains from the second step on; another one stops training."""
+    ids = tokens(4)
+    model = build(lora=True).double()
+    reference = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    fsdp2_wrap(model, optimizers[0])
+    private = Private(model, optimizers[0], expected=4)
+    single = Private(reference, optimizers[1], expected=4)
+    half = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    for _ in range(3):
+        private.step([ids[half]])
+        single.step([ids])
+        for m in (model, reference):
+            m.head.weight.requires_grad_(True)
+            m.blocks[1].norm.weight.requires_grad_(False)
+    assert difference(model, build(lora=True).double()) > 1e-3
+    return difference(model, reference)
+
+
+def last_rank_dies_before_it_reduces() -> None:
+    """The other ranks wait for its clipped sums."""
+    from opacus.distributed import scatter
+
+    model = fsdp2_wrap(build())
+    private = Private(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    usual = scatter._send
+    if dist.get_rank() == dist.get_world_size() - 1:
+
+        def fail(*args: Any) -> Any:
+            os._exit(3)
+
+        scatter._send = fail
+    try:
+        private.backward(tokens(2))
+    finally:
+        scatter._send = usual
