@@ -158,6 +158,11 @@ def as_gradient(local: Tensor, parameter: Tensor) -> Tensor:
         return local
     from torch.distributed.tensor import DTensor
 
+    if local.device.type != parameter.device_mesh.device_type:  # type: ignore[attr-defined]
+        # offloaded: from_local would move it to the mesh's devices, where the parameter is not
+        gradient = torch.empty_like(parameter, requires_grad=False)
+        local_of(gradient).copy_(local)
+        return gradient
     return DTensor.from_local(
         local,
         parameter.device_mesh,  # type: ignore[attr-defined]
