@@ -115,14 +115,15 @@ SECOND = {
 def dispatched(name: str, model: torch.nn.Module, devices: list[torch.device]) -> None:
     kind = next(kind for kind in FIRST if kind in name)
     places = dict.fromkeys(FIRST[kind], devices[0]) | dict.fromkeys(SECOND[kind], devices[1])
+    main = devices[0]
     if kind == "Llama":
         head = "score" if "Reward" in name else "lm_head"
         places[head] = devices[0] if "tied" in name else devices[1]
         if (
             "DPO" in name or "KTO" in name
         ):  # these want what the head gives on the trainer's own device, here the CPU
-            places[head] = torch.device("cpu")
-    accelerate.dispatch_model(model, places, main_device=torch.device("cpu"))
+            places[head] = main = torch.device("cpu")
+    accelerate.dispatch_model(model, places, main_device=main)
 
 
 @pytest.mark.parametrize("name", NAMES)

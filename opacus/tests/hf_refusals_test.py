@@ -49,6 +49,7 @@ def refusal_of(trainer, **changes) -> str:
         ("load_best_model_at_end", True, "a metric outside the mechanism"),
         ("include_num_input_tokens_seen", "all", "count of tokens"),
         ("use_liger_kernel", True, "replace the layers' forwards"),
+        ("torch_compile", True, "not been tested in compiled models"),
         ("fp16", True, "GradScaler skips steps"),
         ("deepspeed", {"zero_optimization": {}}, "owns the backward"),
         ("optim", "adalomo", "during the backward"),

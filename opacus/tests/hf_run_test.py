@@ -17,6 +17,7 @@ from transformers import GPT2LMHeadModel, TrainerCallback
 
 from opacus.accountants import create_accountant
 from opacus.errors import ConfigurationError, PerSampleGradientError
+from opacus.integrations.hf.batches import SplitCollate
 from opacus.integrations.transformers import DPTrainerMixin, make_trainer_private
 from opacus.tests import hf_tiny as tiny
 from opacus.tests.hf_trainers import (
@@ -329,3 +330,11 @@ def test_adapters_exchanged_after_make_private_are_refused_at_the_step():
     trainer.model = trainer.model_wrapped = PeftModel(base, adapters(task_type="CAUSAL_LM"))
     with pytest.raises(PerSampleGradientError, match="took part in the backward"):
         trainer.train()
+
+
+@pytest.mark.parametrize(("records", "sizes"), [(0, []), (1, [1]), (3, [3]), (4, [2, 2]), (10, [2, 3, 2, 3])])
+def test_physical_batches_hold_every_record_once_in_equal_parts(records, sizes):
+    split = SplitCollate(lambda part: {"rows": torch.tensor(part)}, 3)
+    batches = split(list(range(records)))
+    assert [batch.n_samples for batch in batches] == sizes
+    assert [int(i) for batch in batches for i in batch.tensors["rows"]] == list(range(records))

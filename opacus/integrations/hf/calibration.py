@@ -224,7 +224,7 @@ def rounding(trainer: Any) -> float:
         trainer.model, "quantization_method", None
     )
     if not full or torch.is_autocast_enabled():
-        return 5e-2
+        return 0.1  # 0.01 was seen over 16 blocks in bfloat16; sum and means differ by far more
     reduced = torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32
     return 1e-2 if reduced else 1e-3
 

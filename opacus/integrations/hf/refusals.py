@@ -88,6 +88,11 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
             "its kernels replace the layers' forwards when training starts. Leave it out.",
         ),
         Refused(
+            "args.torch_compile",
+            None,
+            "what layers saw is taken by hooks, which have not been tested in compiled models. Leave it out.",
+        ),
+        Refused(
             "args.deepspeed",
             None,
             "DeepSpeed owns the backward and the optimizer. Use device_map to spread a model over GPUs.",
