@@ -21,6 +21,7 @@ from torch import Tensor
 
 from opacus.errors import ConfigurationError, PerSampleGradientError
 from opacus.integrations.hf.contract import IGNORED, LossContract, first_rows, label_tokens
+from opacus.integrations.hf.upcast import in_float32
 from opacus.testing.sample_isolation import check_sample_isolation
 from opacus.testing.undisturbed import Undisturbed
 
@@ -46,7 +47,7 @@ def find_contract(trainer: Any, records: Sequence[Any], *, shake: float = _SHAKE
     Formal guarantee:
         None: a search on a few records. Nothing but what is raised, or the contract, depends on them.
     """
-    with _quiet(trainer):
+    with _quiet(trainer), in_float32(trainer.model):
         probe = _Probe(trainer, records)
         with Undisturbed(trainer.model) as undisturbed:
             undisturbed.shake(shake)
