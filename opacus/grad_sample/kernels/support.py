@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from opacus.grad_sample.kernels.ring import ring_on
+
 try:
     import triton
     import triton.language as tl
@@ -29,11 +31,11 @@ def fused(*tensors: Tensor) -> bool:
 def addresses(*lists: Sequence[Tensor]) -> Tensor:
     """Where the tensors lie, `[number of lists, length]`, int64, on their device.
 
-    They must outlive the launch that reads it. A copy of so few bytes is staged at once: nothing waits for the device. (Pinned
-    memory would be allocated anew as long as earlier copies are on their way, which takes longer than all the rest.)
+    They must outlive the launch that reads it.
     """
-    where = torch.tensor([[t.data_ptr() for t in one] for one in lists], dtype=torch.int64)
-    return where.to(lists[0][0].device, non_blocking=True)
+    device = lists[0][0].device
+    where = ring_on(device).send([t.data_ptr() for one in lists for t in one])
+    return where.view(len(lists), -1)
 
 
 def parts(n: int, size: int) -> int:
