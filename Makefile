@@ -48,5 +48,5 @@ $(VENV)/.demo: $(VENV)/.torch setup.py pyproject.toml opacus/version.py
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.torch setup.py pyproject.toml opacus/version.py
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,hf]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,hf,quantized]'
 	touch $@

@@ -16,6 +16,8 @@ ACCOUNTING = ["dp-accounting>=0.5"]
 LIGHTNING = ["lightning>=2.2"]
 # The oldest releases the trainers' tests have passed on.
 HUGGING_FACE = ["transformers>=5.24", "trl>=1.16", "peft>=0.21", "accelerate>=1.15", "datasets>=5.2"]
+# quantized bases: int8 and int4 of torchao, 8 and 4 bit of bitsandbytes
+QUANTIZED = ["torchao>=0.18", "bitsandbytes>=0.50"]
 DOCS = ["sphinx>=7"]
 DEV = [
     *DEMO,
@@ -24,7 +26,8 @@ DEV = [
     "mypy>=1.14",
     "pre-commit>=3.6",
     "pytest>=8",
-    "pytest-cov>=5",
+    "coverage>=7.10",
+    "pytest-cov>=7",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.6",
     "ruff>=0.17,<0.18",  # another minor version formats differently
@@ -56,6 +59,7 @@ setup(
         "accounting": ACCOUNTING,
         "lightning": LIGHTNING,
         "hf": HUGGING_FACE,
+        "quantized": QUANTIZED,
         "docs": DOCS,
     },
     entry_points={

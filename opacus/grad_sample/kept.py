@@ -108,7 +108,7 @@ class KeptPositions:
 
     def rows(self) -> KeptRows:
         """The sums, `[B, P]`."""
-        return KeptRows(self.g_BTP.sum(1, dtype=torch.float32))
+        return KeptRows(self.g_BTP.sum(1, dtype=torch.promote_types(self.g_BTP.dtype, torch.float32)))
 
     def sq_norm(self) -> Tensor:
         return self.rows().sq_norm()

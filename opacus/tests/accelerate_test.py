@@ -485,6 +485,7 @@ def test_the_example_of_a_quantized_base_over_a_device_map_runs(two_devices, cap
     example = Path(__file__).resolve().parents[2] / "examples" / "qlora_device_map.py"
     if not example.exists():
         pytest.skip("the examples are not part of an installed package")
+    pytest.importorskip("torchao", reason="needs torchao")
     monkeypatch.setattr("sys.argv", [str(example), "--epochs", "1"])
     runpy.run_path(str(example), run_name="__main__")
     printed = capsys.readouterr().out
