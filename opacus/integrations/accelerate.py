@@ -242,10 +242,16 @@ def _run_in_mixed_precision(accelerator: Any, model: nn.Module) -> None:
 
 
 def _keep_in_checkpoints(accelerator: Any, engine: PrivacyEngine, model: nn.Module, optimizer: Any) -> None:
-    """A file of each rank beside what `save_state` writes; Accelerate would read objects of its users by executing them."""
+    """A file of each rank beside what `save_state` writes; Accelerate would read objects of its users by executing them.
+
+    Each model that the accelerator trains privately has its own, numbered in the order they were prepared.
+    """
+    kinds = [type(prepared).__name__ for prepared in accelerator._optimizers]
+    earlier = kinds.count("PrivateAcceleratedOptimizer") - 1
+    name = f"privacy_{accelerator.process_index}{f'_{earlier}' if earlier else ''}.pt"
 
     def path(folder: str) -> Path:
-        return Path(folder) / f"privacy_{accelerator.process_index}.pt"
+        return Path(folder) / name
 
     def save(models: Any, weights: Any, folder: str) -> None:
         write(privacy_state(engine, model, optimizer), path(folder), None)

@@ -14,6 +14,8 @@ __all__ = ["PrivateAcceleratedOptimizer"]
 class PrivateAcceleratedOptimizer(AcceleratedOptimizer):
     """Steps on every call, counts physical batches as skipped, and shows the private optimizer's attributes.
 
+    They can be set here, too: a noise multiplier or a loss scale that only this object knew of would change nothing.
+
     Args:
         optimizer: what `make_private` returned.
     """
@@ -32,3 +34,8 @@ class PrivateAcceleratedOptimizer(AcceleratedOptimizer):
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inner = self.__dict__.get("optimizer")
+        own = inner is None or name in self.__dict__ or hasattr(type(self), name) or not hasattr(inner, name)
+        super().__setattr__(name, value) if own else setattr(inner, name, value)

@@ -24,6 +24,7 @@ from opacus.checkpoint import CheckpointError
 from opacus.data_loader import DPDataLoader
 from opacus.errors import ConfigurationError
 from opacus.integrations.accelerate import prepare_private
+from opacus.schedulers import ExponentialNoise
 from opacus.testing import count_copies
 from opacus.tests.adapter_models import (
     LAYERS,
@@ -348,6 +349,30 @@ def test_physical_batches_through_accelerate_step_and_schedule_once_for_each_log
         torch.testing.assert_close(split[0][name], p, rtol=0, atol=1e-7)  # AdamW divides rounding by rounding
 
 
+def test_what_is_set_on_the_prepared_optimizer_reaches_the_private_one(accelerator):
+    prepared, _ = resumable(accelerator)
+    private = prepared.optimizer.optimizer
+    for name, value in (("noise_multiplier", 2.0), ("max_grad_norm", 0.25), ("loss_scale", 4.0)):
+        setattr(prepared.optimizer, name, value)
+        assert getattr(private, name) == getattr(prepared.optimizer, name) == value
+    ExponentialNoise(prepared.optimizer, gamma=0.5).step()
+    assert private.noise_multiplier == 1.0
+
+
+def test_a_logical_batch_left_half_done_leaves_nothing_for_the_next_step(accelerator):
+    prepared, _ = resumable(accelerator)
+    manager = BatchMemoryManager(
+        data_loader=prepared.data_loader, max_physical_batch_size=1, optimizer=prepared.optimizer
+    )
+    losses(prepared.model, next(iter(manager.__enter__()))).sum().backward()
+    prepared.optimizer.step()
+    assert prepared.optimizer.step_was_skipped
+    with pytest.warns(UserWarning, match="half done"):
+        manager.__exit__()
+    assert all(p.summed_grad is None for p in prepared.optimizer.params)
+    assert not prepared.optimizer.optimizer._is_last_step_skipped
+
+
 def resumable(accelerator: Any) -> tuple[Any, PrivacyEngine]:
     model = shaken(with_lora(llama()))
     engine = PrivacyEngine(accountant="rdp")
@@ -391,6 +416,16 @@ def test_a_run_resumed_from_accelerates_checkpoint_is_the_uninterrupted_one(acce
     assert len(counted.accountant) == len(engine.accountant) == 4
     for a, b in zip(trained(whole.model).values(), trained(resumed.model).values(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_two_private_models_of_an_accelerator_keep_a_state_each(accelerator, tmp_path):
+    first, counted = resumable(accelerator)
+    _, other = resumable(accelerator)
+    train(accelerator, first)
+    accelerator.save_state(str(tmp_path))
+    train(accelerator, first)
+    accelerator.load_state(str(tmp_path))
+    assert (len(counted.accountant), len(other.accountant)) == (4, 0)
 
 
 def test_a_checkpoint_without_the_state_of_privacy_is_refused(accelerator, tmp_path):

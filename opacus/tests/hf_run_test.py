@@ -166,6 +166,54 @@ def test_two_trains_in_a_row_draw_other_batches_and_add_up():
     assert len(trainer.privacy.accountant) == 4
 
 
+@pytest.mark.parametrize("error", [KilledError, KeyboardInterrupt])
+def test_a_logical_batch_that_was_cut_short_leaves_nothing_for_the_next_train(error, monkeypatch):
+    bound = 0.01
+    trainer = private(
+        run={"noise_multiplier": 0.0, "max_grad_norm": bound, "expected_batch_size": 8},
+        per_device_train_batch_size=1,
+    )
+    step, calls = type(trainer).__mro__[2].training_step, []
+
+    def interrupted(self, *args):
+        calls.append(1)
+        if len(calls) == 4:  # three physical batches are clipped and summed by then
+            raise error
+        return step(self, *args)
+
+    monkeypatch.setattr(type(trainer).__mro__[2], "training_step", interrupted)
+    before = trainer.evaluate(trainer.train_dataset)["eval_loss"]
+    trainer.privacy.batches = Fixed([0, 1, 2, 3])
+    with pytest.raises(error):
+        trainer.train()
+    assert trainer.evaluate(trainer.train_dataset)["eval_loss"] == before
+    assert norm(summed_gradient(trainer, [4])) < 1.001 * bound
+    assert len(trainer.privacy.accountant) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda t: setattr(t.args, "gradient_accumulation_steps", 2),
+            "gradient_accumulation_steps=2 was set",
+        ),
+        (lambda t: setattr(t.args, "ignore_data_skip", True), "would draw the batches of its epoch again"),
+        (
+            lambda t: setattr(t, "train_dataset", t.train_dataset.select(range(6))),
+            "6 records, it had 12",
+        ),
+    ],
+    ids=["accumulation", "a setting that is refused", "data"],
+)
+def test_what_was_changed_after_make_trainer_private_is_refused_by_train(change, message):
+    trainer = private()
+    change(trainer)
+    with pytest.raises(ConfigurationError, match=message):
+        trainer.train()
+    assert len(trainer.privacy.accountant) == 0
+
+
 def test_the_users_own_optimizer_is_made_private():
     trainer = make_trainer(SFT)
     own = torch.optim.SGD([p for p in trainer.model.parameters() if p.requires_grad], lr=1.0)

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opacus.errors import ConfigurationError
+from opacus.errors import ConfigurationError, raise_if_any
 from opacus.integrations.hf.batches import PhysicalBatch, PoissonLoader
+from opacus.integrations.hf.refusals import changed_problems, trainer_problems
 from opacus.integrations.hf.run import PrivateRun
 
 __all__ = ["DPTrainerMixin"]
@@ -77,9 +78,14 @@ class DPTrainerMixin:
 
         Raises:
             CheckpointError: at the first step, if the checkpoint has no privacy state.
-            ConfigurationError: if the budget is spent already.
+            ConfigurationError: if the budget is spent already, or what `make_trainer_private` looked at was changed since to
+                something that it refuses.
         """
-        self._run().start(resumes=bool(resume_from_checkpoint))
+        run = self._run()
+        raise_if_any(
+            "training cannot start", trainer_problems(self) + changed_problems(self, run.plan.records)
+        )
+        run.start(resumes=bool(resume_from_checkpoint))
         return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def get_train_dataloader(self) -> Any:
@@ -113,7 +119,10 @@ class DPTrainerMixin:
             if number:
                 run.close_batch()
             run.begin_batch(batch)
-            loss = super().training_step(model, batch.tensors, one)  # type: ignore[misc]
+            try:
+                loss = super().training_step(model, batch.tensors, one)  # type: ignore[misc]
+            finally:
+                run.scale = None  # also where it fails: an evaluation afterwards computes its loss as it is
             run.end_batch(batch)
             total += loss.to(total.device).float() * (batch.n_samples * run.contract.to_mean(*batch))
         if not inputs:

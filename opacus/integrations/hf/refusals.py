@@ -20,7 +20,15 @@ from opacus.grad_sample.capture import refuse_if_captured
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from opacus.validators import ModuleValidator
 
-__all__ = ["ALLOWED_LOSSES", "REFUSED", "Refused", "base_model", "model_problems", "trainer_problems"]
+__all__ = [
+    "ALLOWED_LOSSES",
+    "REFUSED",
+    "Refused",
+    "base_model",
+    "changed_problems",
+    "model_problems",
+    "trainer_problems",
+]
 
 
 @dataclass(frozen=True)
@@ -230,6 +238,29 @@ def trainer_problems(trainer: Any) -> list[str]:
                 f"{', '.join(allowed)}."
             )
     return problems + _data_problems(trainer) + _process_problems(trainer)
+
+
+def changed_problems(trainer: Any, records: int) -> list[str]:
+    """What was changed on a private trainer since it was made private, so that its batches are no longer those accounted for.
+
+    Args:
+        trainer: the trainer.
+        records: number of records then.
+    """
+    problems = []
+    steps = trainer.args.gradient_accumulation_steps
+    if steps != 1:
+        problems.append(
+            f"args.gradient_accumulation_steps={steps} was set after make_trainer_private, which had made it 1: several Poisson batches "
+            "in a step would need another accounting. Set it, or expected_batch_size, before."
+        )
+    data = trainer.train_dataset
+    if hasattr(data, "__len__") and len(data) != records:
+        problems.append(
+            f"train_dataset has {len(data)} records, it had {records} when the trainer was made private: rate and noise were chosen for "
+            "those. Build another trainer for other data."
+        )
+    return problems
 
 
 def model_problems(model: nn.Module) -> list[str]:

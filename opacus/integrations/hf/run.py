@@ -108,6 +108,16 @@ class PrivateRun:
         """`train()` begins."""
         self.steps_before = None if resumes else len(self.accountant)
         self._stop_at = None
+        self._drop_half_done()
+
+    def _drop_half_done(self) -> None:
+        """Forget a logical batch that an error or an interrupt cut short: the next step must not add its records to its own."""
+        self.scale = None
+        if self.optimizer is not None:
+            self.optimizer._step_skip_queue.clear()
+            self.optimizer._is_last_step_skipped = False  # zero_grad keeps what skipped steps accumulated
+            self.optimizer._sample_weight_B = None
+            self.optimizer.zero_grad()
 
     def begin_step(self, state: Any) -> bool:
         """A logical batch is about to be computed.
@@ -172,7 +182,6 @@ class PrivateRun:
 
     def end_batch(self, batch: PhysicalBatch) -> None:
         """The backward of a physical batch has ended."""
-        self.scale = None
         seen = self.hooks.policy.n_samples
         if not seen:
             raise PerSampleGradientError(
