@@ -256,6 +256,7 @@ class PrivacyEngine:
             private_module.forbid_grad_accumulation()
         if parallel is not None:
             parallel.follow_later_wrapping(private_module, inner)
+        private_optimizer.made_for_one_process = parallel is None and not is_sharded_model(inner)
         guard_frozen(inner)
         private_optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=sample_rate))
         self.dataset = data_loader.dataset

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from opacus.devices import FactorCopies, NoiseStream, Placement, total_norms
+from opacus.distributed.errors import ReplicaError
+from opacus.distributed.groups import runs_in_parallel
 from opacus.distributed.scatter import sum_over_data_ranks
 from opacus.distributed.shard_noise import ShardNoise
 from opacus.distributed.sharding import as_gradient, is_sharded, local_of
@@ -79,6 +81,8 @@ class DPOptimizer(Optimizer):
     JOINS_PARAMETERS: ClassVar[bool] = True
     # GradScaler.step then leaves gradients as they are and says that it is there: see _refuse_grad_scaler
     _step_supports_amp_scaling = True
+    # by make_private, which then let this process draw whole batches: it must not become one of several ranks afterwards
+    made_for_one_process = False
 
     def __init__(
         self,
@@ -236,6 +240,7 @@ class DPOptimizer(Optimizer):
             with torch.enable_grad():
                 closure()
         self._refuse_grad_scaler()
+        self._refuse_later_ranks()
         for p in all_params(self):
             if not p.requires_grad:  # frozen since its backward: what gradient it has was not clipped
                 p.grad = None
@@ -265,6 +270,16 @@ class DPOptimizer(Optimizer):
             "scaling, or a constant scale and no scaler: optimizer.loss_scale = 1024.0, (1024.0 * loss).backward(), "
             "optimizer.step(). GradScaler(enabled=False) is fine."
         )
+
+    def _refuse_later_ranks(self) -> None:
+        if self.made_for_one_process and runs_in_parallel():
+            raise ReplicaError(
+                "step() cannot go on",
+                [
+                    "make_private was called before torch.distributed connected this process with others: each rank would draw whole "
+                    "batches and train a model of its own. Call init_process_group first, then make_private on every rank."
+                ],
+            )
 
     def clip_and_accumulate(self) -> None:
         """Clip each sample's gradient and add the sum over samples to `summed_grad` of each parameter.

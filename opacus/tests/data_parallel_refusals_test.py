@@ -272,6 +272,41 @@ def test_parameters_frozen_on_one_rank_only_are_refused_before_a_step(two_ranks:
         assert "rank 1 would reduce other tensors than rank 0" in message
 
 
+def made_before_the_group(wrap_later: bool) -> tuple[str, int, bool]:
+    """What a step says where `make_private` was called before there were ranks, the accounted steps, and whether weights stayed."""
+    model = nn.Linear(5, 2)
+    before = copy.deepcopy(model.state_dict())
+    engine = PrivacyEngine(accountant="rdp")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("opacus.distributed.following.runs_in_parallel", lambda: False)
+        private, optimizer, _ = engine.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(TensorDataset(torch.randn(8, 5)), batch_size=4),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
+    trained = nn.parallel.DistributedDataParallel(private) if wrap_later else private
+    trained(torch.randn(4, 5)).sum().backward()
+    message = "no error"
+    try:
+        optimizer.step()
+    except ReplicaError as error:
+        message = str(error)
+    same = all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    return message, len(engine.accountant), same or wrap_later  # torch's wrapper lets all begin with rank 0's
+
+
+@pytest.mark.parametrize("wrap_later", [True, False], ids=["wrapped", "not wrapped"])
+def test_what_was_made_private_before_there_were_ranks_does_not_step(
+    two_ranks: Ranks, wrap_later: bool
+) -> None:
+    for message, steps, same in two_ranks.run(made_before_the_group, wrap_later):
+        assert "Call init_process_group first, then make_private on every rank" in message
+        assert steps == 0
+        assert same
+
+
 def copied_optimizer() -> str:
     model = nn.Linear(2, 1)
     optimizer = DistributedDPOptimizer(
