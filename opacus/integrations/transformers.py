@@ -130,6 +130,11 @@ def make_trainer_private(
             accountant=accountant,
             clipping=clipping,
         )
+        + [
+            f"{name} must be True or False, not {value!r}."
+            for name, value in (("secure_mode", secure_mode), ("log_unprotected", log_unprotected))
+            if not isinstance(value, bool)
+        ]
         + optimizer_problems(clipping, max_grad_norm, options)
         + trainer_problems(trainer)
         + model_problems(model),

@@ -111,6 +111,8 @@ def test_all_problems_are_named_at_once_with_wrong_arguments():
         seed=-3,
         expected_batch_size=99,
         accountant="abacus",
+        log_unprotected="no",
+        secure_mode="no",
         shape=1,
     )
     for part in (
@@ -121,6 +123,8 @@ def test_all_problems_are_named_at_once_with_wrong_arguments():
         "seed must be an integer",
         "from 1 to the data set's 12",
         "abacus",
+        "log_unprotected must be True or False, not 'no'",
+        "secure_mode must be True or False, not 'no'",
         "shape is not an option",
         "auto_find_batch_size",
     ):

@@ -118,8 +118,8 @@ class DPTrainerMixin:
         for number, batch in enumerate(inputs):
             if number:
                 run.close_batch()
-            run.begin_batch(batch)
             try:
+                run.begin_batch(batch)
                 loss = super().training_step(model, batch.tensors, one)  # type: ignore[misc]
             finally:
                 run.scale = None  # also where it fails: an evaluation afterwards computes its loss as it is
