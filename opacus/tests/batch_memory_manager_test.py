@@ -156,6 +156,21 @@ def test_starting_over_inside_the_context_never_mixes_two_logical_batches(num_wo
     assert optimizer.steps == epoch + epoch
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_loader_made_anew_drops_what_the_one_before_it_left_half_done(num_workers):
+    optimizer = Recorder()
+    loader = DataLoader(numbers(12), batch_size=4, num_workers=num_workers)
+
+    def split():
+        return wrap_data_loader(data_loader=loader, max_batch_size=2, optimizer=optimizer)
+
+    train(split(), optimizer, stop_after=3)
+    with pytest.warns(UserWarning, match="half done"):
+        train(split(), optimizer)
+    assert optimizer.steps == [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert optimizer._step_skip_queue == []
+
+
 def test_an_error_in_training_leaves_no_signal_behind():
     optimizer = Recorder()
     manager = BatchMemoryManager(

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from scipy.special import bdtrc
@@ -27,6 +29,18 @@ if TYPE_CHECKING:
     from opacus.optimizers import DPOptimizer
 
 __all__ = ["BatchMemoryManager", "BatchSplittingSampler", "wrap_data_loader"]
+
+
+@dataclass
+class _Pass:
+    """One pass over a sampler: signals sent, and whether its end was reached."""
+
+    signals: list[bool] = field(default_factory=list)
+    exhausted: bool = False
+
+
+# of each optimizer: a loader made anew has to know what the one before it left behind
+_passes: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
 
 
 class BatchSplittingSampler(Sampler[list[int]]):
@@ -57,11 +71,10 @@ class BatchSplittingSampler(Sampler[list[int]]):
         self.sampler = sampler
         self.max_batch_size = max_batch_size
         self.optimizer = optimizer
-        self._signals: list[bool] = []  # sent in the current pass over the sampler
-        self._exhausted = False
 
     def __iter__(self) -> Iterator[list[int]]:
         self.settle()
+        this = _passes[self.optimizer] = _Pass()
         for batch in self.sampler:
             pieces = self._pieces(len(batch))
             shortest, longer = divmod(len(batch), pieces)
@@ -70,10 +83,10 @@ class BatchSplittingSampler(Sampler[list[int]]):
                 end = start + shortest + (piece < longer)
                 do_skip = piece < pieces - 1
                 self.optimizer.signal_skip_step(do_skip=do_skip)
-                self._signals.append(do_skip)
+                this.signals.append(do_skip)
                 yield batch[start:end]
                 start = end
-        self._exhausted = True
+        this.exhausted = True
 
     def _pieces(self, records: int) -> int:
         """Number of physical batches for a logical batch of so many records; the most that any rank needs."""
@@ -99,15 +112,17 @@ class BatchSplittingSampler(Sampler[list[int]]):
         return len(sampler) * math.ceil(getattr(sampler, "batch_size", limit) / limit)
 
     def settle(self, *, prefetches: bool = True) -> None:
-        """Forget a pass over the sampler: drop signals no step has taken, and gradients of a half-done logical batch.
+        """Forget the optimizer's pass: drop signals no step has taken, and gradients of a half-done logical batch.
+
+        The pass may have been another sampler's, left behind by a loop over a loader that is no longer there.
 
         Args:
             prefetches: whether batches may have been drawn that training never asked for. If not, signals left over
                 from a complete pass mean that steps were missed, and a warning says how many.
         """
         queue = self.optimizer._step_skip_queue
-        sent, self._signals = self._signals, []
-        exhausted, self._exhausted = self._exhausted, False
+        over = _passes.pop(self.optimizer, None) or _Pass()
+        sent, exhausted = over.signals, over.exhausted
         left = min(len(queue), len(sent))
         if left and exhausted and not prefetches:
             warnings.warn(
