@@ -187,12 +187,14 @@ class NoiseStream:
         """Independent draws from N(0, std^2), a tensor for each of `wanted`: `(shape, device, dtype)`.
 
         All small tensors are parts of one draw: launching takes longer than drawing. Where they lie on several devices, each of
-        these draws all of it from the same state and takes its part, so that the numbers are those of one device.
+        these draws all of it from the same state and takes its part, so that the numbers are those of one device. That takes
+        devices that turn a state into the same numbers: on unlike ones each tensor is a draw of its own, or parts could repeat.
         """
         out: dict[int, Tensor] = {}
         small: dict[tuple[str, torch.dtype], list[int]] = {}
+        alike = _draw_alike({_indexed(device) for _, device, _ in wanted})
         for i, (shape, device, dtype) in enumerate(wanted):
-            if math.prod(shape) <= _SMALL:
+            if alike and math.prod(shape) <= _SMALL:
                 small.setdefault((device.type, dtype), []).append(i)
             else:
                 out[i] = self.normal(shape, std, device, dtype)
@@ -262,6 +264,20 @@ class NoiseStream:
             if device_type != self.home.type:
                 child = self._child(_indexed(torch.device(device_type)))
                 child._set_state(state.cpu())
+
+
+def _draw_alike(devices: Collection[torch.device]) -> bool:
+    """Whether devices of one type among these give the same numbers from one state: GPUs of one model do."""
+    models: dict[str, set[object]] = {}
+    for device in devices:
+        models.setdefault(device.type, set()).add(device)
+    for device_type, same_type in models.items():
+        if len(same_type) > 1:
+            module = torch.get_device_module(device_type)
+            known = [module.get_device_properties(device) for device in same_type]
+            if len({(p.name, getattr(p, "multi_processor_count", None)) for p in known}) > 1:
+                return False
+    return True
 
 
 def _indexed(device: torch.device) -> torch.device:

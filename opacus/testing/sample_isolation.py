@@ -183,7 +183,8 @@ def _findings(run: _Runs, batch: Any, count: int, least: float) -> list[str]:
         _refuse(f"no tensor of the batch has {owners.n_samples} entries along its batch dimension.")
     before = run(batch, owners.n_rows)
     noise = _Comparison(before, run(batch, owners.n_rows), owners, None, 0.0).largest()
-    if noise > 1e-3:
+    # kernels of attention on GPUs add up in an order of their own each time: in 8 bits that shows
+    if noise > (1e-3 if before.lowest in _SAME_SHAPE else 5e-2):
         _refuse(
             "two runs on the same batch differ: loss_fn or the model draws random numbers of its own, or keeps a state. Fix its seed."
         )

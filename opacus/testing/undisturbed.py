@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from opacus.utils.random_states import default_states, restore_default_states
 
@@ -50,7 +49,7 @@ def same_randomness(devices: set[torch.device]) -> Iterator[None]:
 class Undisturbed:
     """Within `with`, a model may be shaken and run; afterwards it is as it was, bit for bit.
 
-    Dropout is off within, attention computes the same way each time, and every `again()` starts from the same buffers and the same random numbers.
+    Dropout is off within, and every `again()` starts from the same buffers and the same random numbers.
 
     Args:
         model: its trainable weights, buffers, `.grad`s and modes are kept.
@@ -76,13 +75,9 @@ class Undisturbed:
                 module.training = False
         for p in model.parameters():
             p.grad = None
-        # the fast kernels of attention add up in an order of their own each time
-        self._attention = sdpa_kernel(SDPBackend.MATH)
-        self._attention.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._attention.__exit__(None, None, None)
         self.again()
         with torch.no_grad():
             for p, weight in self._weights:

@@ -248,3 +248,15 @@ def test_two_gpus_equal_one(kind):
     one = train(devices[:1], steps=20, kind=kind, generator_on=devices[0])
     two = train(devices, steps=20, kind=kind, generator_on=devices[0])
     assert largest_difference(one, two) < 2e-4
+
+
+def test_unlike_devices_share_no_draw(monkeypatch):
+    """Two models of GPU make other numbers of one state: parts of one draw could then repeat on both."""
+    from opacus import devices
+
+    wanted = [((5,), torch.device("cpu"), torch.float32), ((3, 2), torch.device("cpu"), torch.float32)]
+    monkeypatch.setattr(devices, "_draw_alike", lambda _: False)
+    apart = devices.NoiseStream(torch.Generator().manual_seed(3), torch.device("cpu")).normals(wanted, 2.0)
+    one_by_one = devices.NoiseStream(torch.Generator().manual_seed(3), torch.device("cpu"))
+    for found, (shape, device, dtype) in zip(apart, wanted, strict=True):
+        assert torch.equal(found, one_by_one.normal(shape, 2.0, device, dtype))

@@ -30,14 +30,16 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     ]
     before: list[tuple[Tensor, Tensor]] = []
     try:
-        for tensor in plain if len(plain) == len(_floating(model)) else ():
-            narrow = tensor.data
-            tensor.data = narrow.float()
-            before.append((tensor, narrow))
-    except torch.OutOfMemoryError:
-        logger.info("the loss is looked at in reduced precision: there is no memory for the model in float32")
-        _put_back(before)
-    try:
+        try:
+            for tensor in plain if len(plain) == len(_floating(model)) else ():
+                narrow = tensor.data
+                tensor.data = narrow.float()
+                before.append((tensor, narrow))
+        except torch.OutOfMemoryError:
+            logger.info(
+                "the loss is looked at in reduced precision: there is no memory for the model in float32"
+            )
+            _put_back(before)
         yield
     finally:
         _put_back(before)

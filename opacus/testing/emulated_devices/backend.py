@@ -59,11 +59,9 @@ def _is_in_bad_fork() -> bool:
 
 
 def get_device_properties(device: _Device = None) -> types.SimpleNamespace:
-    """Name and `uuid` of `device`: that of an emulated device is the process's own, as its memory is."""
+    """Name (of the model, as for GPUs) and `uuid` of `device`: that of an emulated device is the process's own, as its memory is."""
     index = state.index(device)
-    return types.SimpleNamespace(
-        name=f"emulated {index}", uuid=f"EMU-{socket.gethostname()}-{os.getpid()}-{index}"
-    )
+    return types.SimpleNamespace(name="emulated", uuid=f"EMU-{socket.gethostname()}-{os.getpid()}-{index}")
 
 
 def synchronize(device: _Device = None) -> None:
