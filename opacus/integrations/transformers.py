@@ -99,8 +99,7 @@ def make_trainer_private(
         clipped to C, at rate `expected_batch_size / len(train_dataset)`, and is recorded once, empty batches and resumed runs
         included: the weights are (epsilon, delta)-differentially private under adding or removing one record. This rests on each
         record's loss being its own: losses known to mix records are refused by name, others are searched for dependence.
-        (KTO's mean leaves records out whose loss is NaN, which changes the others' scale in that physical batch.) It
-        covers the weights; not the log's figures, evaluation on private data, nor what the trainer prepared from the whole data set
+        It covers the weights; not the log's figures, evaluation on private data, nor what the trainer prepared from the whole data set
         before (a vocabulary, statistics).
 
     Example:

@@ -25,6 +25,7 @@ from opacus.tests.hf_trainers import (
     make_trainer,
     norm,
     own_gradients,
+    summed_gradient,
     trainable,
 )
 
@@ -133,3 +134,23 @@ def test_a_model_dispatched_over_two_devices_takes_the_same_step(name, two_devic
         assert {p.device for p in model.parameters()} >= set(two_devices)
 
     assert error_of_one_step(name, prepare=prepare) < 2e-6
+
+
+def test_a_record_whose_loss_is_nan_leaves_the_others_as_they_are():
+    """KTO's mean leaves such a record out of its denominator, too: the others would count for more."""
+    name = "KTO, Llama, LoRA"
+    gradients = own_gradients(make_trainer(name), [2, 3])
+    bound = 1.2 * max(norm(g) for g in gradients)  # so that a changed scale is not clipped away
+
+    trainer = make_trainer_private(
+        make_trainer(name, per_device_train_batch_size=3),
+        noise_multiplier=0.0,
+        delta=1e-5,
+        max_grad_norm=bound,
+        expected_batch_size=EXPECTED,
+        accountant="rdp",
+        seed=6,
+    )
+    trainer.desirable_weight = torch.tensor([torch.nan, 1.0])  # records 1 and 2 are the desirable ones
+    found = summed_gradient(trainer, [1, 2, 3])
+    assert largest_error(found, clipped_sum(gradients, bound)) < 2e-6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from opacus.errors import ConfigurationError, raise_if_any
 from opacus.integrations.hf.batches import PhysicalBatch, PoissonLoader
+from opacus.integrations.hf.nan_losses import FixedDenominator, means_without_nan
 from opacus.integrations.hf.refusals import changed_problems, trainer_problems
 from opacus.integrations.hf.run import PrivateRun
 
@@ -134,10 +136,11 @@ class DPTrainerMixin:
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """The trainer's own loss; within a training step, multiplied to be the sum over samples."""
-        found = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
         scale = None if self.privacy is None else self.privacy.scale
         if scale is None:
-            return found
+            return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        with FixedDenominator() if means_without_nan(self) else contextlib.nullcontext():
+            found = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
         return (found[0] * scale, *found[1:]) if isinstance(found, tuple) else found * scale
 
     def floating_point_ops(self, inputs: Any) -> int:
