@@ -162,7 +162,8 @@ class Book:
                     continue
                 use = kept[slot.name]
                 shape = captured.shape_here(slot.name, parameter)
-                _check_shape(f"{path}.{slot.name}", use, shape, self.n_samples)
+                if isinstance(use, KeptRows) and use.grad_B.shape != (self.n_samples, *shape):
+                    raise _wrong_shape(f"{path}.{slot.name}", use.grad_B.shape, self.n_samples, shape)
                 if slot.name in norms:
                     use = KeptWithNorm(use, norms[slot.name])
                 if device != parameter.device:
@@ -386,13 +387,12 @@ class Book:
         self._plain.clear()
 
 
-def _check_shape(where: str, use: Kept, shape: torch.Size, n_samples: int) -> None:
+def _wrong_shape(where: str, found: torch.Size, n_samples: int, shape: torch.Size) -> PerSampleGradientError:
     """A user's grad sampler may have returned anything."""
-    if isinstance(use, KeptRows) and use.grad_B.shape != (n_samples, *shape):
-        raise PerSampleGradientError(
-            "a grad sampler returned the wrong shape",
-            [
-                f"{where}: {tuple(use.grad_B.shape)} for {n_samples} samples and a parameter of shape {tuple(shape)}; a "
-                "sampler returns [B, *parameter.shape]."
-            ],
-        )
+    return PerSampleGradientError(
+        "a grad sampler returned the wrong shape",
+        [
+            f"{where}: {tuple(found)} for {n_samples} samples and a parameter of shape {tuple(shape)}; a sampler returns "
+            "[B, *parameter.shape]."
+        ],
+    )

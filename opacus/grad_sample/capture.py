@@ -1,6 +1,6 @@
 """Capture: pair each layer call's inputs with the gradient of its output.
 
-A forward hook sends the layer's output through `_Tap`, an identity whose backward receives the
+A forward hook sends the layer's output through `Tap`, an identity whose backward receives the
 backprops and whose saved tensors are the layer's inputs. Because autograd itself keeps the inputs,
 activation checkpointing and CPU offload handle them like any other saved tensor, and because the tap
 sits in the graph below whatever follows, an in-place operation on the output cannot drop it.
@@ -26,11 +26,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus import integrations
 from opacus.errors import PerSampleGradientError
+from opacus.grad_sample.autocast import as_multiplied
 from opacus.grad_sample.captured import Captured
 from opacus.grad_sample.isolation import Probe, can_probe
+from opacus.grad_sample.one_backward import OneBackward, used_twice
 from opacus.grad_sample.owners import MISSING_INDEX, OwnerRule, Owners
 from opacus.grad_sample.ownership import Slot, layers_with_parameters
-from opacus.grad_sample.pieces import Piece, local_calls, pieces_of
+from opacus.grad_sample.pieces import local_calls
 from opacus.grad_sample.rows import (
     RowCount,
     bags_of,
@@ -40,11 +42,14 @@ from opacus.grad_sample.rows import (
     pad_rows,
     takes_ids,
 )
+from opacus.grad_sample.tap import TENSOR, Call, Tap
 
 __all__ = ["Capture", "Policy", "refuse_if_captured"]
 
 logger = logging.getLogger(__name__)
 
+_SPENT = "opacus: captured in"
+_IDLE: tuple[tuple[str, ...], list[nn.Parameter], list[tuple[Tensor, int]]] = ((), [], [])
 _captured_layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -121,10 +126,11 @@ class Capture:
         self._to_probe = check_isolation
         self._probe: Probe | None = None
         self._handles: list[Any] = []
-        self._slots: list[Slot] = []  # of the hooked layers
+        self._slots: list[Slot] = []  # of the layers
+        self._asleep: list[tuple[str, nn.Module, list[Slot]]] = []  # frozen layers, not hooked
         self._local = threading.local()
-        self._open: _Backward | None = None
-        self._repeated: _Backward | None = None
+        self._open: OneBackward | None = None
+        self._repeated: OneBackward | None = None
         self._lock = threading.RLock()
 
     # ---------------------------------------------------------------- hooks
@@ -144,6 +150,7 @@ class Capture:
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if module is copied_from():
+                self._wake()
                 self.rows.enter(args, kwargs)
 
         def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -155,11 +162,10 @@ class Capture:
         for path, layer, slots in list(layers_with_parameters(self.root)):
             _captured_layers.add(layer)
             self._slots += slots
-            before, after = self._layer_hooks(path, layer, slots)
-            self._handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
-            self._handles.append(
-                layer.register_forward_hook(after, prepend=True, with_kwargs=True, always_call=True)
-            )
+            if layer is self.root or any(_trains(slot) for slot in slots):
+                self._hook(path, layer, slots)
+            else:
+                self._asleep.append((path, layer, slots))
         self._handles.append(self.root.register_forward_hook(leave, always_call=True))
 
     def detach(self) -> None:
@@ -167,6 +173,7 @@ class Capture:
         while self._handles:
             self._handles.pop().remove()
         self._slots.clear()
+        self._asleep.clear()
         for _, layer, _ in layers_with_parameters(self.root):
             _captured_layers.discard(layer)
 
@@ -250,6 +257,34 @@ class Capture:
         finally:
             self._probe = None
 
+    def _hook(self, path: str, layer: nn.Module, slots: list[Slot]) -> None:
+        before, after = self._layer_hooks(path, layer, slots)
+        self._handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
+        self._handles.append(
+            layer.register_forward_hook(after, prepend=True, with_kwargs=True, always_call=True)
+        )
+
+    def _wake(self) -> None:
+        """Before a forward: hook layers that were frozen until now; hooks on frozen ones would only take time."""
+        trains = [any(_trains(slot) for slot in slots) for _, _, slots in self._asleep]
+        if any(trains):
+            for (path, layer, slots), now in zip(self._asleep, trains, strict=True):
+                if now:
+                    self._hook(path, layer, slots)
+            self._asleep = [one for one, now in zip(self._asleep, trains, strict=True) if not now]
+
+    def _refuse_unseen(self) -> None:
+        """Layers that train by now, but were frozen when the model was last called: what ran of them was not captured."""
+        unseen = [path for path, _, slots in self._asleep if any(_trains(slot) for slot in slots)]
+        if unseen:
+            raise PerSampleGradientError(
+                "per-sample gradients cannot be computed",
+                [
+                    f"{', '.join(unseen[:5])} trains since the forward, or only a part of the model was called since it trains: "
+                    "change requires_grad before the forward, and call the model that was made private."
+                ],
+            )
+
     def _layer_hooks(
         self, path: str, hooked: nn.Module, slots: list[Slot]
     ) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -261,8 +296,7 @@ class Capture:
         def before(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             names: list[str] = []
             switched_off: list[nn.Parameter] = []
-            idle = not self.enabled or getattr(self._local, "paused", False) or layer is not original()
-            if not idle:
+            if self.enabled and layer is original() and not getattr(self._local, "paused", False):
                 self._drop_failed_backward()
                 for slot in slots:
                     parameter = slot.parameter
@@ -272,30 +306,38 @@ class Capture:
                             self.keeps_attached and self.keeps_attached(parameter)
                         ):
                             switched_off.append(parameter)
-            seen = _versions(args, kwargs) if names and torch.is_grad_enabled() else []
-            stack.append((tuple(names), switched_off, seen))
+            if not names:
+                stack.append(_IDLE)
+                return None
+            changed = None
+            if takes_ids(args, kwargs):
+                changed = expand_position_ids(args, kwargs, self.rows.expected, self.batch_first)
+            elif not kwargs:
+                changed = as_multiplied(layer, args)
+            if changed is not None:
+                args, kwargs = changed
+            stack.append((tuple(names), switched_off, _versions(args, kwargs)))
             for parameter in switched_off:
-                parameter.requires_grad_(False)
-            if names and takes_ids(args, kwargs):
-                return expand_position_ids(args, kwargs, self.rows.expected, self.batch_first)
-            return None
+                parameter.requires_grad = False
+            return changed
 
         def after(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             if not stack:  # another hook raised before ours ran
                 return None
             names, switched_off, seen = stack.pop()
             for parameter in switched_off:
-                parameter.requires_grad_(True)
+                parameter.requires_grad = True
             if not names or output is None or not torch.is_grad_enabled():
                 return None
-            if any(tensor._version != version for tensor, version in seen):
-                raise PerSampleGradientError(
-                    "per-sample gradients cannot be computed",
-                    [
-                        f"{path or '(root)'} ({type(layer).__name__}) changes its own input in place, so that what it "
-                        "computed from is lost. Let it work on a copy."
-                    ],
-                )
+            for tensor, version in seen:
+                if tensor._version != version:
+                    raise PerSampleGradientError(
+                        "per-sample gradients cannot be computed",
+                        [
+                            f"{path or '(root)'} ({type(layer).__name__}) changes its own input in place, so that what it "
+                            "computed from is lost. Let it work on a copy."
+                        ],
+                    )
             return self._tap(path, layer, slots, names, args, kwargs, output)
 
         return before, after
@@ -310,10 +352,6 @@ class Capture:
         kwargs: dict[str, Any],
         output: Any,
     ) -> Any:
-        if kwargs or not all(isinstance(leaf, Tensor) for leaf in args):
-            inputs, structure = tree_flatten((args, kwargs))
-        else:
-            inputs, structure = list(args), None
         one = isinstance(output, Tensor)
         outputs, output_structure = ([output], None) if one else tree_flatten(output)
         differentiable = tuple(
@@ -321,23 +359,22 @@ class Capture:
             for i, leaf in enumerate(outputs)
             if isinstance(leaf, Tensor)
             and leaf.is_floating_point()
-            and (leaf.requires_grad or self.detach_weights)
+            and (self.detach_weights or leaf.requires_grad)
         )
         if not differentiable:
             return None
+        if _only_tensors(args, kwargs):
+            leaves, structure, saved = None, None, [leaf.detach() for leaf in args]
+        else:
+            inputs, structure = tree_flatten((args, kwargs))
+            leaves = [TENSOR if isinstance(leaf, Tensor) else leaf for leaf in inputs]
+            saved = [leaf.detach() for leaf in inputs if isinstance(leaf, Tensor)]
         allowed = bags_of(layer, args, kwargs, self.rows.allowed)
-        call = _Call(self, path, layer, slots, names, structure, differentiable, allowed, self._owners_now())
-        call.pieces = pieces_of(path, slots, names)
-        saved = []
-        for leaf in inputs:
-            if isinstance(leaf, Tensor):
-                saved.append(leaf.detach())
-                call.leaves.append(_TENSOR)
-            else:
-                call.leaves.append(leaf)
-        tapped = _Tap.apply(self._anchor, call, *[outputs[i] for i in differentiable], *saved)
+        owners = self._owners_now()
+        call = Call(self, path, layer, slots, names, leaves, structure, differentiable, allowed, owners)
         if one:
-            return tapped
+            return Tap.apply(self._anchor, call, output, *saved)
+        tapped = Tap.apply(self._anchor, call, *[outputs[i] for i in differentiable], *saved)
         if len(differentiable) == 1:
             tapped = (tapped,)
         for i, leaf in zip(differentiable, tapped, strict=True):
@@ -359,7 +396,7 @@ class Capture:
             backward = self._ensure_open()
             # reentrant checkpointing builds new calls each time: its own node is what was used before
             if node.metadata.setdefault(_SPENT, backward) is not backward:  # type: ignore[attr-defined]
-                raise _used_twice("a checkpointed part of the model")
+                raise used_twice("a checkpointed part of the model")
         elif self._open is not None:
             with self._lock:
                 self._open = None
@@ -368,33 +405,34 @@ class Capture:
     @contextlib.contextmanager
     def two_passes(self) -> Iterator[None]:
         """Within it, several backward passes go through the same forward on purpose; they are one physical batch."""
-        self._repeated = _Backward()
+        self._repeated = OneBackward()
         try:
             yield
         finally:
             self._repeated = None
 
-    def _ensure_open(self) -> _Backward:
+    def _ensure_open(self) -> OneBackward:
         with self._lock:
             if self._open is None:
-                backward = self._repeated or _Backward()
+                self._refuse_unseen()
+                backward = self._repeated or OneBackward()
                 self.policy.begin()
                 self._open = backward
                 torch.autograd.Variable._execution_engine.queue_callback(lambda: self._close(backward))
             return self._open
 
-    def _close(self, backward: _Backward) -> None:
+    def _close(self, backward: OneBackward) -> None:
         with self._lock:
             if self._open is backward:
                 self._open = None
                 with torch.no_grad():
                     self.policy.end()
 
-    def _deliver(self, call: _Call, saved: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    def deliver(self, call: Call, saved: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         if self._probe is not None:
             self._probe.look(call.where, self._padded(call, self._batch_first(call, grads)))
             return
-        if not self.attached:
+        if not self._handles:
             return
         if torch.is_grad_enabled():
             raise PerSampleGradientError(
@@ -404,12 +442,13 @@ class Capture:
                     "Compute gradient penalties outside the private model, or with functorch transforms."
                 ],
             )
-        if not self._trains_now(call):
+        if torch._C._current_graph_task_id() != self._whole_task and not self._trains_now(call):
             return
-        backward = self._ensure_open()
-        if call.spent_by is not None and call.spent_by is not backward:
-            raise _used_twice(call.where)
-        call.spent_by = backward
+        backward = self._open or self._ensure_open()
+        if call.spent_by is not backward:
+            if call.spent_by is not None:
+                raise used_twice(call.where)
+            call.spent_by = backward
         captured = self._assemble(call, saved, grads, backward)
         parts = [captured] if call.pieces is None else local_calls(captured, call.pieces, call.path)
         device_type = grads[0].device.type
@@ -423,55 +462,51 @@ class Capture:
         finally:
             self._local.paused = paused
 
-    def _hand_over(self, call: _Call, parts: Sequence[Captured]) -> None:
+    def _hand_over(self, call: Call, parts: Sequence[Captured]) -> None:
         for part in parts:
             self.policy.receive(call.path, call.slots, part)
 
-    def _trains_now(self, call: _Call) -> bool:
+    def _trains_now(self, call: Call) -> bool:
         """False in `torch.autograd.grad(loss, inputs)`: gradients of inputs (adversarial examples) train nothing."""
-        task = torch._C._current_graph_task_id()
-        if task == self._whole_task:
-            return True
-        if _is_wanted(
-            self._anchor
-        ):  # a backward asked for no inputs in particular: asked once, for all its calls
-            self._whole_task = task
+        # a backward asked for no inputs in particular: asked once, for all its calls
+        if _is_wanted(self._anchor):
+            self._whole_task = torch._C._current_graph_task_id()
             return True
         leaves = [slot.parameter for slot in call.slots if slot.name in call.names]
         return any(_is_wanted(leaf) for leaf in leaves if leaf is not None and leaf.requires_grad)
 
-    def _batch_first(self, call: _Call, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _batch_first(self, call: Call, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         dim_of = self._batch_dim_of(call)
         if dim_of is _first:
-            return list(tensors)
+            return tensors
         return [tensor.transpose(0, dim_of(tensor)) if tensor.dim() else tensor for tensor in tensors]
 
-    def _padded(self, call: _Call, leaves: list[Any]) -> list[Any]:
+    def _padded(self, call: Call, leaves: Sequence[Any]) -> Sequence[Any]:
         padded_to = call.padded_to
         if padded_to is None:
             return leaves
         return [pad_rows(leaf, padded_to) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
-    def _batch_dim_of(self, call: _Call) -> Callable[[Tensor], int]:
+    def _batch_dim_of(self, call: Call) -> Callable[[Tensor], int]:
         # an RNN cell's rows, a convolution's batch: dim 0 whatever the model's layout
         if self.batch_first or call.padded_to is not None or first_dim_is_batch(call.layer):
             return _first
         return partial(batch_dim, batch_first=self.batch_first, rows=call.rows_allowed or frozenset())
 
     def _assemble(
-        self, call: _Call, saved: Sequence[Tensor], grads: Sequence[Tensor], backward: _Backward
+        self, call: Call, saved: Sequence[Tensor], grads: Sequence[Tensor], backward: OneBackward
     ) -> Captured:
-        if len(saved) == len(call.leaves):
-            leaves = self._padded(call, list(saved))
+        kwargs: dict[str, Any] = {}
+        if call.leaves is None:
+            args = tuple(self._padded(call, saved))
         else:
             tensors = iter(saved)
-            leaves = self._padded(call, [next(tensors) if leaf is _TENSOR else leaf for leaf in call.leaves])
+            leaves = [next(tensors) if leaf is TENSOR else leaf for leaf in call.leaves]
+            args, kwargs = tree_unflatten(self._padded(call, leaves), call.structure)
         outputs = self._padded(call, self._batch_first(call, grads))
-        args, kwargs = (
-            (tuple(leaves), {}) if call.structure is None else tree_unflatten(leaves, call.structure)
-        )
-        owners = backward.agree(call.where, outputs, call.rows_allowed, call.rule)
-        self._use_up_index(owners)
+        owners = backward.agree(call, outputs)
+        if self._index is not None:
+            self._use_up_index(owners)
         return Captured(
             call.layer,
             call.names,
@@ -489,9 +524,24 @@ def _first(tensor: Tensor) -> int:
     return 0
 
 
+def _trains(slot: Slot) -> bool:
+    parameter = slot.parameter
+    return parameter is not None and parameter.requires_grad
+
+
+def _only_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if kwargs:
+        return False
+    for leaf in args:  # noqa: SIM110  # a generator costs more than the question
+        if not isinstance(leaf, Tensor):
+            return False
+    return True
+
+
 def _versions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Tensor, int]]:
-    plain = not kwargs and all(isinstance(leaf, Tensor) for leaf in args)
-    leaves = args if plain else tree_flatten((args, kwargs))[0]
+    if not torch.is_grad_enabled():
+        return []
+    leaves = args if _only_tensors(args, kwargs) else tree_flatten((args, kwargs))[0]
     return [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
 
 
@@ -502,132 +552,3 @@ def _is_wanted(leaf: Tensor) -> bool:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # its way to say that torch.autograd.grad was asked for this very leaf
         return True
-
-
-def _used_twice(where: str) -> PerSampleGradientError:
-    return PerSampleGradientError(
-        "the same forward was used by two backward passes",
-        [
-            f"{where}: its samples were captured already; clipping them twice would double their influence. Add the "
-            "losses and call backward once, or run forward again."
-        ],
-    )
-
-
-_TENSOR = object()
-_SPENT = "opacus: captured in"
-
-
-class _Call:
-    """What `_Tap` must remember of a layer call besides tensors; holds none, so nothing is kept alive."""
-
-    def __init__(
-        self,
-        capture: Capture,
-        path: str,
-        layer: nn.Module,
-        slots: list[Slot],
-        names: tuple[str, ...],
-        structure: Any,
-        differentiable: tuple[int, ...],
-        rows_allowed: frozenset[int] | None,
-        rule: OwnerRule | None,
-    ) -> None:
-        self.capture = capture
-        self.path = path
-        self.layer = layer
-        self.slots = slots
-        self.names = names
-        self.structure = structure
-        self.differentiable = differentiable
-        self.rows_allowed = rows_allowed
-        self.rule = rule
-        # of this forward: another one, with another batch, may run before the backward
-        self.padded_to: int | None = getattr(layer, "max_batch_len", None)
-        self.leaves: list[Any] = []
-        self.pieces: dict[str, Piece] | None = None
-        self.spent_by: _Backward | None = None
-
-    @property
-    def where(self) -> str:
-        return f"{self.path or '(root)'} ({type(self.layer).__name__})"
-
-
-class _Tap(torch.autograd.Function):
-    """Identity on the outputs; saves the inputs; its backward is where inputs meet backprops."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, call: _Call, *tensors: Tensor) -> Any:
-        count = len(call.differentiable)
-        ctx.call = call
-        ctx.save_for_backward(*tensors[count:])
-        # detach() shares the version counter, so autograd still sees later in-place changes; .data would hide them
-        outputs = tuple(tensor.detach() for tensor in tensors[:count])
-        return outputs[0] if count == 1 else outputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        saved = ctx.saved_tensors
-        ctx.call.capture._deliver(ctx.call, saved, grads)
-        return (None, None, *grads, *([None] * len(saved)))
-
-
-class _Backward:
-    """One outermost backward: the physical batch that its captures form."""
-
-    def __init__(self) -> None:
-        self.owners: Owners | None = None
-        self.rule: OwnerRule | None = None
-        self.first_seen = ""
-
-    def agree(
-        self,
-        where: str,
-        outputs: Sequence[Tensor],
-        rows_allowed: frozenset[int] | None,
-        rule: OwnerRule | None,
-    ) -> Owners:
-        """The owners of this batch's rows; raises where a layer saw another number of rows, or had others' rule."""
-        rows = outputs[0].shape[0] if outputs[0].dim() else -1
-        if len(outputs) > 1 and any(not output.dim() or output.shape[0] != rows for output in outputs):
-            rows = -1
-        if self.owners is None:
-            allowed = frozenset({rule.n_rows}) if isinstance(rule, Owners) else rows_allowed
-            if rows >= 0 and (not allowed or rows in allowed):
-                owners = Owners(rows) if rule is None else rule.owners_of(rows, where)
-                self.rule, self.first_seen = rule, where
-                self.owners = owners  # last: threads of other devices look at it first
-                return self.owners
-            raise PerSampleGradientError(
-                "samples cannot be told apart",
-                [_lost(where, outputs, _expected(rule, allowed))],
-            )
-        if rule is not self.rule:
-            raise PerSampleGradientError(
-                "samples cannot be told apart",
-                [
-                    f"{where} and {self.first_seen} take part in one backward, but their forwards ran under different owners "
-                    "of rows (set_sample_index, set_owners). Run one backward for each."
-                ],
-            )
-        if rows != self.owners.n_rows:
-            raise PerSampleGradientError(
-                "samples cannot be told apart",
-                [_lost(where, outputs, f"{self.first_seen} saw {self.owners.n_rows} in the same backward")],
-            )
-        return self.owners
-
-
-def _expected(rule: OwnerRule | None, allowed: frozenset[int] | None) -> str:
-    if isinstance(rule, Owners):
-        return f"the owners that were set are those of {rule.n_rows} rows"
-    return f"the batch has {' or '.join(map(str, sorted(allowed or ())))}"
-
-
-def _lost(where: str, outputs: Sequence[Tensor], against: str) -> str:
-    shapes = ", ".join(str(tuple(output.shape)) for output in outputs)
-    return (
-        f"{where}: the gradient of its output has shape {shapes}, whose first dimension is not the batch ({against}). "
-        "Every trainable layer must see one row per sample: expand inputs that are broadcast later "
-        "(position ids [T] to [B, T]), and do not fold other dimensions into the batch."
-    )

@@ -80,7 +80,7 @@ class Captured:
             values = (
                 self.arguments.values()
                 if self.kwargs or self._bound is not None
-                else map(self._brought, self.args)
+                else [self._brought(value) for value in self.args]
             )
             self._inputs = [value for value in values if isinstance(value, Tensor)]
         return self._inputs

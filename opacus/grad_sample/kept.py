@@ -9,6 +9,7 @@ Shapes: B samples, K groups, T positions, D in, P out, V table entries.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -72,12 +73,14 @@ class KeptRows:
     @property
     def width(self) -> int:
         """Elements of the parameter."""
-        return self.grad_B[:1].numel()
+        return math.prod(self.grad_B.shape[1:])
 
     def matrix(self) -> Tensor:
         """`[B, elements]`, at least float32."""
         flat = self.grad_B.flatten(1) if self.grad_B.dim() > 1 else self.grad_B.unsqueeze(1)
-        return flat.to(torch.promote_types(flat.dtype, torch.float32))
+        return (
+            flat if flat.dtype == torch.float32 else flat.to(torch.promote_types(flat.dtype, torch.float32))
+        )
 
     def sq_norm(self) -> Tensor:
         return torch.linalg.vector_norm(self.matrix(), dim=1).square()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from opacus.grad_sample.captured import Captured
 from opacus.grad_sample.interface import by_parameter, norms_by_parameter
+from opacus.grad_sample.products import outer
 from opacus.grad_sample.rules import matrix_product, register
 
 __all__ = ["compute_linear_grad_sample", "compute_linear_norm_sample", "pairs", "sizes"]
@@ -32,7 +33,14 @@ def sizes(captured: Captured) -> tuple[int, int, int, int]:
     return math.prod(g.shape[1:-1]), a.shape[-1], g.shape[-1], 1
 
 
-LINEAR = matrix_product(pairs, sizes, pairs_are_views=True)
+def weight_rows(captured: Captured) -> Tensor:
+    """`[R, P, D]`."""
+    a, g = captured.batched(2), captured.backprops
+    positions = math.prod(g.shape[1:-1])
+    return outer(a.reshape(a.shape[0], positions, a.shape[-1]), g.reshape(g.shape[0], positions, g.shape[-1]))
+
+
+LINEAR = matrix_product(pairs, sizes, weight_rows, pairs_are_views=True)
 register(nn.Linear, rule=LINEAR)
 
 

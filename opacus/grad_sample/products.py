@@ -18,6 +18,7 @@ from opacus.grad_sample.kernels import fused, gram_norms, scale_pairs
 __all__ = [
     "gram_sq_norm",
     "grams_fused",
+    "outer",
     "outer_rows",
     "product_rounding",
     "reduces_float32",
@@ -38,6 +39,13 @@ def _batched(left: Tensor, right: Tensor) -> Tensor:
     lead = left.shape[:-2]
     product = torch.bmm(left.flatten(0, -3), right.flatten(0, -3), out_dtype=torch.float32)
     return product.unflatten(0, lead)
+
+
+def outer(a_BTD: Tensor, g_BTP: Tensor) -> Tensor:
+    """`sum_t g_t a_t^T` for each sample: `[B, P, D]`, at least float32."""
+    if a_BTD.dtype == g_BTP.dtype == torch.float32:
+        return torch.bmm(g_BTP.transpose(1, 2), a_BTD)
+    return _batched(g_BTP.transpose(1, 2), a_BTD)
 
 
 def outer_rows(a_BKTD: Tensor, g_BKTP: Tensor) -> Tensor:

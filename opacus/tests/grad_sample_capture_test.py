@@ -361,3 +361,30 @@ def test_rows_of_one_sample_may_see_each_other():
     hooks.cleanup()
     with pytest.raises(PerSampleGradientError, match="not isolated"):
         GradSampleModule(model)(torch.randn(4, 4))
+
+
+def test_a_frozen_layer_is_not_hooked_until_it_trains() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    private = GradSampleModule(model)
+    assert not model[0]._forward_hooks
+    private(torch.randn(2, 3)).sum().backward()
+    assert getattr(model[0].weight, "grad_sample", None) is None
+    model[0].requires_grad_(True)
+    x = torch.randn(2, 3)
+    private(x).sum().backward()
+    expected = torch.einsum("d,bi->bdi", model[1].weight.detach().sum(0), x) * 2  # loss_reduction="mean"
+    assert torch.allclose(model[0].weight.grad_sample, expected)
+
+
+@pytest.mark.parametrize("mode", ["part", "late"])
+def test_a_layer_that_trains_unseen_is_refused(mode: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    private = GradSampleModule(model)
+    out = private(torch.randn(2, 3))
+    model[0].requires_grad_(True)
+    if mode == "part":
+        out = model[1](model[0](torch.randn(2, 3)))
+    with pytest.raises(PerSampleGradientError, match=r"0 trains since the forward"):
+        out.sum().backward()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,8 @@ from opacus.testing.sample_isolation import check_sample_isolation
 from opacus.testing.undisturbed import Undisturbed
 
 __all__ = ["find_contract"]
+
+logger = logging.getLogger(__name__)
 
 _HEADING = "the trainer's loss cannot be made private"
 _TOGETHER = 3  # samples whose gradients are compared with that of their batch
@@ -47,12 +50,21 @@ def find_contract(trainer: Any, records: Sequence[Any], *, shake: float = _SHAKE
     Formal guarantee:
         None: a search on a few records. Nothing but what is raised, or the contract, depends on them.
     """
-    with _quiet(trainer), in_float32(trainer.model):
-        probe = _Probe(trainer, records)
-        with Undisturbed(trainer.model) as undisturbed:
-            undisturbed.shake(shake)
-            contract = probe.contract()
-        _check_isolation(trainer, probe, contract, shake)
+    with _quiet(trainer):
+        try:
+            with in_float32(trainer.model):
+                return _look(trainer, records, shake)
+        except torch.OutOfMemoryError:
+            logger.info("the loss is looked at in the model's own precision: float32 takes too much memory")
+        return _look(trainer, records, shake)  # here, where the failed look is forgotten
+
+
+def _look(trainer: Any, records: Sequence[Any], shake: float) -> LossContract:
+    probe = _Probe(trainer, records)
+    with Undisturbed(trainer.model) as undisturbed:
+        undisturbed.shake(shake)
+        contract = probe.contract()
+    _check_isolation(trainer, probe, contract, shake)
     return contract
 
 
@@ -210,12 +222,17 @@ def _check_isolation(trainer: Any, probe: _Probe, contract: LossContract, shake:
     check_sample_isolation(
         trainer.model,
         loss,
-        probe.batch(probe.records),
+        probe.batch(probe.records[: _shown(trainer)]),
         loss_reduction="sum",
         rows_per_sample=k,
         shake=shake,
         tolerance=max(probe.tolerance, 1e-4),
     )
+
+
+def _shown(trainer: Any) -> int:
+    """How many records the search for dependence takes at once: in float32, no more memory than a step's batch in bf16."""
+    return max(_TOGETHER, trainer.args.per_device_train_batch_size // 2)
 
 
 def rounding(trainer: Any) -> float:
