@@ -116,27 +116,38 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure(name: str, private: bool, options: argparse.Namespace) -> dict[str, float]:
     """One training run."""
-    for i in range(options.gpus):
-        torch.cuda.reset_peak_memory_stats(i)
     trainer = make_trainer(name, options)
     sizes = [options.records] * (WARM_UP + options.steps)
+    look = 0.0
     if private:
+        peak(options.gpus)
         make_trainer_private(
             trainer, noise_multiplier=1.0, delta=1e-6, max_grad_norm=1.0, accountant="rdp", seed=0
         )
+        look = sum(peak(options.gpus))
         sizes = [len(batch) for batch in trainer.get_train_dataloader().batch_sampler]
+    peak(options.gpus)
     clock = Clock(options.gpus)
     trainer.add_callback(clock)
     trainer.train()
     seconds, counted = clock.seconds[WARM_UP:], sizes[WARM_UP : WARM_UP + options.steps]
-    used = [torch.cuda.max_memory_allocated(i) / 2**30 for i in range(options.gpus)]
+    used = peak(options.gpus)
     return {
         "records_per_second": sum(counted) / sum(seconds),
         "ms_per_step": 1000 * statistics.mean(seconds),
         "records": sum(counted),
         "gib": sum(used),
         "gib_of_fullest_gpu": max(used, default=0.0),
+        "gib_of_first_look": look,
     }
+
+
+def peak(gpus: int) -> list[float]:
+    """GiB on each GPU at most since the last call."""
+    found = [torch.cuda.max_memory_allocated(i) / 2**30 for i in range(gpus)]
+    for i in range(gpus):
+        torch.cuda.reset_peak_memory_stats(i)
+    return found
 
 
 class Clock(TrainerCallback):
@@ -268,7 +279,8 @@ def say(row: dict[str, Any]) -> None:
     kind = "private" if row["private"] else "ordinary"
     found = row.get("error") or (
         f"{row['records_per_second']:9.2f} records/s {row['ms_per_step']:9.1f} ms/step {row['gib']:8.2f} GiB "
-        f"(fullest GPU {row['gib_of_fullest_gpu']:.2f})"
+        f"(fullest GPU {row['gib_of_fullest_gpu']:.2f}"
+        + (f"; {row['gib_of_first_look']:.2f} GiB before, for the look at the loss)" if row["private"] else ")")
     )
     sys.stdout.write(f"{row['trainer']:4s} {kind:9s} {found}\n")
     sys.stdout.flush()
