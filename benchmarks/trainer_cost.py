@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--out", type=Path, default=Path("out/trainers"))
     options = parser.parse_args(argv)
+    options.world = 1  # ranks: trainer_ranks.py
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     disable_progress_bars()
@@ -114,38 +116,51 @@ def main(argv: list[str] | None = None) -> int:
     return int(any("error" in row for row in rows))
 
 
-def measure(name: str, private: bool, options: argparse.Namespace) -> dict[str, float]:
-    """One training run."""
-    trainer = make_trainer(name, options)
+def measure(
+    name: str,
+    private: bool,
+    options: argparse.Namespace,
+    gpus: Sequence[int] | None = None,
+    places: Mapping[str, Any] | None = None,
+) -> dict[str, float]:
+    """One training run.
+
+    Args:
+        gpus: those that this process uses; the first `options.gpus` by default.
+        places: device map of the model; equal shares over the GPUs by default.
+    """
+    gpus = range(options.gpus) if gpus is None else gpus
+    trainer = make_trainer(name, options, places)
     sizes = [options.records] * (WARM_UP + options.steps)
     look = 0.0
     if private:
-        peak(options.gpus)
+        peak(gpus)
         make_trainer_private(
             trainer, noise_multiplier=1.0, delta=1e-6, max_grad_norm=1.0, accountant="rdp", seed=0
         )
-        look = sum(peak(options.gpus))
+        look = sum(peak(gpus))
         sizes = [len(batch) for batch in trainer.get_train_dataloader().batch_sampler]
-    peak(options.gpus)
-    clock = Clock(options.gpus)
+    peak(gpus)
+    clock = Clock(gpus)
     trainer.add_callback(clock)
     trainer.train()
     seconds, counted = clock.seconds[WARM_UP:], sizes[WARM_UP : WARM_UP + options.steps]
-    used = peak(options.gpus)
+    used = peak(gpus)
     return {
         "records_per_second": sum(counted) / sum(seconds),
         "ms_per_step": 1000 * statistics.mean(seconds),
         "records": sum(counted),
+        "seconds": sum(seconds),
         "gib": sum(used),
         "gib_of_fullest_gpu": max(used, default=0.0),
         "gib_of_first_look": look,
     }
 
 
-def peak(gpus: int) -> list[float]:
+def peak(gpus: Sequence[int]) -> list[float]:
     """GiB on each GPU at most since the last call."""
-    found = [torch.cuda.max_memory_allocated(i) / 2**30 for i in range(gpus)]
-    for i in range(gpus):
+    found = [torch.cuda.max_memory_allocated(i) / 2**30 for i in gpus]
+    for i in gpus:
         torch.cuda.reset_peak_memory_stats(i)
     return found
 
@@ -153,12 +168,12 @@ def peak(gpus: int) -> list[float]:
 class Clock(TrainerCallback):
     """Seconds of each step, devices idle at both ends."""
 
-    def __init__(self, gpus: int) -> None:
+    def __init__(self, gpus: Sequence[int]) -> None:
         self.gpus = gpus
         self.seconds: list[float] = []
 
     def _now(self) -> float:
-        for i in range(self.gpus):
+        for i in self.gpus:
             torch.cuda.synchronize(i)
         return time.perf_counter()
 
@@ -169,7 +184,7 @@ class Clock(TrainerCallback):
         self.seconds.append(self._now() - self._start)
 
 
-def make_trainer(name: str, options: argparse.Namespace) -> Any:
+def make_trainer(name: str, options: argparse.Namespace, places: Mapping[str, Any] | None = None) -> Any:
     trainer, config, changes = TRAINERS[name]
     steps = WARM_UP + options.steps
     args = config(
@@ -186,22 +201,29 @@ def make_trainer(name: str, options: argparse.Namespace) -> Any:
         save_strategy="no",
         logging_strategy="no",
         disable_tqdm=True,
+        ddp_find_unused_parameters=False,
         **changes,
     )
+    away = [int(path.rsplit(".", 1)[1]) for path, place in (places or {}).items() if path and place == "cpu"]
+    kept = [i for i in range(SHAPES[options.shape]["num_hidden_layers"]) if i not in away]
     tokenizer = make_tokenizer()
     return trainer(
-        model=make_model(options),
+        model=make_model(options, places),
         args=args,
-        train_dataset=make_data(name, options.records * steps, options.length),
+        train_dataset=make_data(name, options.records * steps * options.world, options.length),
         processing_class=tokenizer,
         peft_config=LoraConfig(
-            r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear", task_type="CAUSAL_LM"
+            r=options.rank,
+            lora_alpha=2 * options.rank,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+            layers_to_transform=kept if away else None,  # offloaded layers are frozen
         ),
     )
 
 
-def make_model(options: argparse.Namespace) -> LlamaForCausalLM:
-    """Laid over the GPUs (or on the CPU), its weights made where they are."""
+def make_model(options: argparse.Namespace, given: Mapping[str, Any] | None = None) -> LlamaForCausalLM:
+    """Laid over the GPUs (or on the CPU, or as `given`), its weights made where they are."""
     tiny = options.shape == "tiny"
     config = LlamaConfig(
         vocab_size=2048 if tiny else 32000,
@@ -216,7 +238,9 @@ def make_model(options: argparse.Namespace) -> LlamaForCausalLM:
         model = LlamaForCausalLM(config).to(dtype)
     no_split = ["LlamaDecoderLayer"]
     places: dict[str, Any] = {"": "cpu"}
-    if options.gpus:
+    if given is not None:
+        places = dict(given)
+    elif options.gpus:
         room = {i: torch.cuda.mem_get_info(i)[0] for i in range(options.gpus)}
         balanced = get_balanced_memory(model, max_memory=room, no_split_module_classes=no_split, dtype=dtype)
         places = infer_auto_device_map(

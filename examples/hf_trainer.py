@@ -1,6 +1,7 @@
 """Fine-tune a language model with `transformers.Trainer`, privately: one call between building the trainer and `train()`.
 
     python examples/hf_trainer.py --epsilon 8
+    torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py     # two ranks share out each batch
 
 Needs `pip install 'opacus[hf]'`. Runs in a minute on a CPU; the model is made on the spot. For a real one, replace
 `make_model` by `AutoModelForCausalLM.from_pretrained(name, device_map="auto")`: nothing else changes.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 
+import torch
 from datasets import Dataset
 from tiny_language import make_model, make_tokenizer, sentences
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
@@ -37,11 +39,12 @@ def main() -> None:
             output_dir=options.out,
             num_train_epochs=options.epochs,
             per_device_train_batch_size=32,  # what fits into memory
-            gradient_accumulation_steps=4,  # 128 records a step on average, drawn by Poisson sampling
+            gradient_accumulation_steps=4,  # 128 records a step and rank on average, drawn by Poisson sampling
             learning_rate=3e-3,
             lr_scheduler_type="cosine",
             logging_steps=4,
             report_to=[],
+            use_cpu=not torch.cuda.is_available(),
         ),
         train_dataset=encode(options.records, seed=1),  # the records to protect
         eval_dataset=encode(200, seed=2),  # public: evaluation is outside the guarantee
@@ -54,6 +57,8 @@ def main() -> None:
     trainer.train()
     after = trainer.evaluate()["eval_loss"]
     trainer.save_model()  # an ordinary model
+    if not trainer.is_world_process_zero():
+        return
     print(
         f"evaluation loss {before:.3f} -> {after:.3f}, epsilon {trainer.get_epsilon():.3f}, saved in {options.out}"
     )

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from opacus.distributed.groups import exchange, in_words, served
 
-__all__ = ["replica_problems"]
+__all__ = ["group_serving", "replica_problems"]
 
 _LISTED = 5  # differences of one rank; more are counted
 
@@ -137,17 +137,25 @@ def _own_problems(module: nn.Module, group: dist.ProcessGroup) -> list[str]:
     types = served(group)
     unserved = sorted({d.type for d in devices} - types) if types else []
     if unserved:
-        pairs = ",".join(
-            f"{kind}:{_BACKENDS.get(kind, 'gloo')}" for kind in sorted({d.type for d in devices})
-        )
         problems.append(
             f"the process group has no backend for tensors on {', '.join(unserved)}: make it with "
-            f'init_process_group("{pairs}").'
+            f'init_process_group("{_backends({d.type for d in devices})}").'
         )
     return problems
 
 
-_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
+def group_serving(kinds: Collection[str]) -> dist.ProcessGroup:
+    """A group of all ranks that reduces tensors on devices of these kinds; every rank makes it.
+
+    Args:
+        kinds: device types, e.g. "cpu" and "cuda"; the same on every rank.
+    """
+    return dist.new_group(backend=_backends(kinds))
+
+
+def _backends(kinds: Collection[str]) -> str:
+    known = {"cuda": "nccl", "xpu": "xccl"}
+    return ",".join(f"{kind}:{known.get(kind, 'gloo')}" for kind in sorted(kinds))
 
 
 def _identity(device: torch.device) -> str:

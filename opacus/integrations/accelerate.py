@@ -28,7 +28,7 @@ from opacus.utils.resumable import ResumableDataLoader
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["Prepared", "prepare_private"]
+__all__ = ["Prepared", "prepare_private", "run_in_mixed_precision"]
 
 
 class Prepared(NamedTuple):
@@ -112,7 +112,7 @@ def prepare_private(
         )  # moves it, unless it has a device map, and casts as mixed precision asks
     else:
         if not accelerator.is_fsdp2:  # there the plugin's policy casts
-            _run_in_mixed_precision(accelerator, model)
+            run_in_mixed_precision(accelerator, model)
         accelerator._models.append(spread)
     if private_optimizer.state:  # of an optimizer used before the model was placed
         private_optimizer.load_state_dict(private_optimizer.state_dict())
@@ -225,7 +225,7 @@ def _plugin_problems(plugin: Any) -> list[str]:
     return problems
 
 
-def _run_in_mixed_precision(accelerator: Any, model: nn.Module) -> None:
+def run_in_mixed_precision(accelerator: Any, model: nn.Module) -> None:
     """What `accelerator.prepare` does about bf16; it would refuse a model with a device map."""
     if not accelerator.native_amp:
         return

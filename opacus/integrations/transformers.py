@@ -7,10 +7,13 @@ are. Needs the extra `hf`: `pip install 'opacus[hf]'`.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any
 
-from opacus.errors import raise_if_any
+from opacus.distributed.errors import ReplicaError
+from opacus.errors import ConfigurationError, raise_if_any
 from opacus.integrations.hf.calibration import find_contract
 from opacus.integrations.hf.fused_head import WholeHead
 from opacus.integrations.hf.mixin import DPTrainerMixin
@@ -22,6 +25,7 @@ from opacus.integrations.hf.plan import (
     planned_steps,
     warn_of_delta,
 )
+from opacus.integrations.hf.ranks import TrainerRanks, concealed, training_settings
 from opacus.integrations.hf.refusals import (
     base_model,
     model_problems,
@@ -29,6 +33,7 @@ from opacus.integrations.hf.refusals import (
     trainer_problems,
 )
 from opacus.integrations.hf.run import PrivateRun
+from opacus.integrations.hf.unwrapped import Unwrapped, alone
 
 __all__ = ["DPTrainerMixin", "make_trainer_private"]
 
@@ -50,6 +55,7 @@ def make_trainer_private(
     secure_mode: bool = False,
     log_unprotected: bool = True,
     calibration_records: Sequence[Any] | None = None,
+    allow_shared_devices: bool = False,
     **options: Any,
 ) -> Any:
     """Make a `transformers.Trainer`, or a TRL trainer (SFT, DPO, KTO, Reward), train with differential privacy.
@@ -65,6 +71,11 @@ def make_trainer_private(
     data, is off) and `average_tokens_across_devices=False`. Checkpoints hold the privacy state in `optimizer.pt` and resume bit for
     bit; `save_model` writes an ordinary model. Logs have `epsilon` and `privacy_steps`.
 
+    Under `torchrun` every rank builds the same trainer around a replica of its own, on one device or several (`device_map`), and calls
+    this. Ranks share out each logical batch; clipped sums are added up once a step, with noise once; the model is not wrapped, and all
+    ranks end each step with the same weights. The loss in the log is the mean of the ranks' means; other figures of TRL's trainers
+    (rewards, numbers of tokens) are those of the writing rank's records. A loss must not call collectives itself.
+
     Args:
         trainer: any trainer that is built on `transformers.Trainer` and computes its loss from the batch it is given.
         target_epsilon: epsilon of the whole run at `delta`. Without `noise_multiplier` the noise is chosen for the steps that the
@@ -73,8 +84,8 @@ def make_trainer_private(
         delta: delta, below one over the number of records.
         max_grad_norm: C, the norm that each record's gradient is clipped to; a list for `clipping="per_layer"`.
         clipping: the clipping style: "flat", "automatic", "per_layer", "adaptive".
-        expected_batch_size: records in a logical batch on average. By default `per_device_train_batch_size *
-            gradient_accumulation_steps` of the trainer's arguments.
+        expected_batch_size: records in a logical batch on average, of all ranks together. By default
+            `per_device_train_batch_size * gradient_accumulation_steps` of the trainer's arguments, times the number of ranks.
         accountant: name of the accountant.
         seed: of batches and noise, for runs that can be repeated. None takes one from the operating system, which checkpoints keep.
             Whoever knows it can compute the noise and take it off: keep it, and checkpoints, as secret as the data.
@@ -83,6 +94,7 @@ def make_trainer_private(
             data without noise, appear in its log. They are outside the guarantee.
         calibration_records: made-up records with the data set's columns, to find the loss's reduction with. By default a few of the
             data set's own are looked at, of which nothing but refusals gets out.
+        allow_shared_devices: let ranks use one accelerator. NCCL cannot; gloo can.
         **options: of the clipping style's optimizer, and `reduction_device`.
 
     Returns:
@@ -90,14 +102,16 @@ def make_trainer_private(
 
     Raises:
         ConfigurationError: listing everything in the trainer, its model, data and arguments that keeps the run from being
-            private; nothing was changed.
+            private; nothing was changed. Of several ranks, all raise it (a ReplicaError), with what is wrong on any of them.
+        RankLostError: naming ranks that did not come.
         PerSampleGradientError: if samples' gradients depend on each other; nothing was changed.
         ModuleNotFoundError: if Transformers is not installed.
 
     Formal guarantee:
         Every optimizer step is a Gaussian mechanism of noise multiplier sigma on the Poisson-subsampled sum of records' gradients,
         clipped to C, at rate `expected_batch_size / len(train_dataset)`, and is recorded once, empty batches and resumed runs
-        included: the weights are (epsilon, delta)-differentially private under adding or removing one record. This rests on each
+        included: the weights are (epsilon, delta)-differentially private under adding or removing one record. Ranks draw one batch
+        with one secret, every record of it is on exactly one rank, and noise is added once to their sum. This rests on each
         record's loss being its own: losses known to mix records are refused by name, others are searched for dependence.
         It covers the weights; not the log's figures, evaluation on private data, nor what the trainer prepared from the whole data set
         before (a vocabulary, statistics).
@@ -112,13 +126,12 @@ def make_trainer_private(
     """
     raise_unless_trainer(trainer)
     args, model = trainer.args, trainer.model
-    if isinstance(trainer, DPTrainerMixin) and trainer.privacy is not None:
-        raise_if_any(_HEADING, ["the trainer is private already; build another one for another run."])
+    ranks = TrainerRanks.here(allow_shared_devices)
     records = len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else 0
     if expected_batch_size is None:
-        expected_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    raise_if_any(
-        _HEADING,
+        replicas = 1 if ranks is None else ranks.count
+        expected_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * replicas
+    problems = (
         plan_problems(
             target_epsilon=target_epsilon,
             noise_multiplier=noise_multiplier,
@@ -131,13 +144,38 @@ def make_trainer_private(
         )
         + [
             f"{name} must be True or False, not {value!r}."
-            for name, value in (("secure_mode", secure_mode), ("log_unprotected", log_unprotected))
+            for name, value in (
+                ("secure_mode", secure_mode),
+                ("log_unprotected", log_unprotected),
+                ("allow_shared_devices", allow_shared_devices),
+            )
             if not isinstance(value, bool)
         ]
         + optimizer_problems(clipping, max_grad_norm, options)
         + trainer_problems(trainer)
-        + model_problems(model),
+        + model_problems(model)
     )
+    if isinstance(trainer, DPTrainerMixin) and trainer.privacy is not None:
+        problems = ["the trainer is private already; build another one for another run."]
+    if ranks is not None:
+        settings = {
+            "the trainer": type(trainer).__name__,
+            "target_epsilon": target_epsilon,
+            "noise_multiplier": noise_multiplier,
+            "delta": delta,
+            "max_grad_norm": max_grad_norm,
+            "clipping": clipping,
+            "expected_batch_size": expected_batch_size,
+            "number of records": records,
+            "accountant": accountant,
+            "seed": concealed(seed),
+            "secure_mode": secure_mode,
+            "log_unprotected": log_unprotected,
+            **training_settings(args),
+            **{name: value for name, value in options.items() if name != "reduction_device"},  # a rank's own
+        }
+        problems = ranks.agree(model, settings, problems)
+    raise_if_any(_HEADING, problems, ConfigurationError if ranks is None else ReplicaError)
     warn_of_delta(delta, records)
     plan = Plan(
         noise_multiplier=0.0,
@@ -159,15 +197,8 @@ def make_trainer_private(
         noise_multiplier = noise_for(target_epsilon, delta, expected_batch_size, records, steps, accountant)
     plan.noise_multiplier = noise_multiplier
 
-    base = base_model(model)
-    head = WholeHead(base) if WholeHead.is_fused(base) else None
-    try:
-        contract = find_contract(trainer, calibration_records or _some_records(trainer))
-        run = PrivateRun(model, plan, contract, head)
-    except BaseException:
-        if head is not None:
-            head.remove()
-        raise
+    build = functools.partial(_look_and_hook, trainer, plan, calibration_records, ranks)
+    run = build() if ranks is None else ranks.start_together(build, trainer.train_dataset)
     args.gradient_accumulation_steps, args.max_grad_norm = 1, 0.0
     args.average_tokens_across_devices = False
     if not isinstance(trainer, DPTrainerMixin):
@@ -175,8 +206,27 @@ def make_trainer_private(
         trainer.__class__ = type(
             f"DP{kind.__name__}", (DPTrainerMixin, kind), {"__module__": kind.__module__}
         )
+    if ranks is not None:
+        run.unwrapped = Unwrapped(trainer.accelerator, model)
     trainer.privacy = run
     return trainer
+
+
+def _look_and_hook(
+    trainer: Any, plan: Plan, calibration_records: Sequence[Any] | None, ranks: TrainerRanks | None
+) -> PrivateRun:
+    """Find out how the loss reduces, and attach hooks to the model; leaves it as it was where that fails."""
+    base = base_model(trainer.model)
+    head = WholeHead(base) if WholeHead.is_fused(base) else None
+    try:
+        records = calibration_records or _some_records(trainer)
+        with contextlib.nullcontext() if ranks is None else alone(trainer):
+            contract = find_contract(trainer, records)
+        return PrivateRun(trainer.model, plan, contract, head, ranks)
+    except BaseException:
+        if head is not None:
+            head.remove()
+        raise
 
 
 def _some_records(trainer: Any) -> list[Any]:

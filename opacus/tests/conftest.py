@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 # helpers that import what the extra `hf` brings: nothing to look for docstring examples in where it is missing
-_NEEDS_HF = ["accelerate_cases.py", "adapter_models.py", "hf_tiny.py", "hf_trainers.py"]
+_NEEDS_HF = ["accelerate_cases.py", "adapter_models.py", "hf_ranks_cases.py", "hf_tiny.py", "hf_trainers.py"]
 collect_ignore = [] if all(map(find_spec, ("transformers", "trl", "peft"))) else _NEEDS_HF
 
 

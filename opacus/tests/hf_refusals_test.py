@@ -9,6 +9,7 @@ pytest.importorskip("transformers", reason="needs Transformers (extra hf)")
 pytest.importorskip("trl", reason="needs TRL (extra hf)")
 pytest.importorskip("peft", reason="needs PEFT (extra hf)")
 
+import accelerate
 from datasets import Dataset
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
@@ -92,11 +93,39 @@ def test_streams_and_missing_data_are_refused():
     assert "no train_dataset" in refusal_of(trainer)
 
 
-def test_several_processes_are_refused(monkeypatch):
+def test_a_trainer_that_does_not_know_of_its_ranks_is_refused(monkeypatch):
     trainer = make_trainer(BERT)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *group: 2)
-    assert "runs in 2 processes" in refusal_of(trainer)
+    for name in ("runs_in_parallel", "torch.distributed.get_world_size"):
+        monkeypatch.setattr(f"opacus.integrations.hf.refusals.{name}", lambda: 2)
+    assert "arguments are for 1 process(es), and torch.distributed connects 2" in refusal_of(trainer)
+
+
+def test_processes_that_would_each_train_alone_are_refused(monkeypatch):
+    trainer = make_trainer(BERT)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert "started 2 processes, but each would train alone" in refusal_of(trainer)
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA"])
+def test_engines_that_keep_the_gradients_are_refused(kind, monkeypatch):
+    trainer = make_trainer(BERT)
+    kinds = accelerate.DistributedType
+    monkeypatch.setattr(trainer.accelerator.state, "distributed_type", kinds(kind), raising=False)
+    assert f"{kind} keeps gradients and optimizers to itself" in refusal_of(trainer)
+
+
+@pytest.mark.parametrize("field", ["is_fsdp_enabled", "is_distributed_loading_by_transformers"])
+def test_sharding_by_the_trainer_is_refused(field):
+    trainer = make_trainer(BERT)
+    setattr(trainer, field, True)
+    assert "prepare_private" in refusal_of(trainer)
+
+
+def test_tensor_and_context_parallel_inside_the_trainer_are_refused():
+    trainer = make_trainer(BERT)
+    trainer.args.parallelism_config = accelerate.ParallelismConfig(tp_size=2)
+    assert "parallelism_config=ParallelismConfig: splitting tensors" in refusal_of(trainer)
 
 
 def test_all_problems_are_named_at_once_with_wrong_arguments():

@@ -6,6 +6,7 @@ Import it after `pytest.importorskip` of Transformers, TRL and PEFT.
 from __future__ import annotations
 
 import copy
+import functools
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -81,12 +82,15 @@ def _masked(model: nn.Module, changes: dict[str, Any]) -> Trainer:
 
 def _trl(trainer: type, config: type, data: Callable[[], Any], **peft: Any) -> Callable[..., Any]:
     def make(model: nn.Module, changes: dict[str, Any]) -> Any:
+        changes = dict(changes)
+        layers = changes.pop("layers", None)
+        adapted = {} if layers is None else {"layers_to_transform": layers}
         return trainer(
             model=model,
             args=arguments(config, **changes),
             train_dataset=data(),
             processing_class=tiny.TOKENIZER,
-            **{name: make_one() for name, make_one in peft.items()},
+            **{name: make_one(**adapted) for name, make_one in peft.items()},
         )
 
     return make
@@ -116,7 +120,7 @@ _MAKERS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any]]] = {
             RewardTrainer,
             RewardConfig,
             tiny.pair_data,
-            peft_config=lambda: adapters(task_type="SEQ_CLS"),
+            peft_config=functools.partial(adapters, task_type="SEQ_CLS"),
         ),
     ),
 }
@@ -137,7 +141,7 @@ def make_trainer(
         name: one of `NAMES`.
         model: in place of the trainer's usual one.
         prepare: is given the model before the trainer is made.
-        **changes: of its arguments.
+        **changes: of its arguments; and `layers`, the numbers of those that get adapters, of TRL's trainers.
     """
     make_model, make = _MAKERS[name]
     model = make_model() if model is None else model

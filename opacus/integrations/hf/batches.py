@@ -38,25 +38,34 @@ class PhysicalBatch(NamedTuple):
 class PoissonBatches(Sampler[list[int]]):
     """Logical batches of indices. Batch k of epoch e follows from `(seed, run, e, k)` alone, so resuming needs no state.
 
+    Ranks that train together draw the same batch, and each takes its share of it: every n-th of its records.
+
     Args:
         records: number of records N.
         expected_batch_size: records in a batch on average.
         steps: batches in an epoch.
         key: `(seed, run)`, asked for at each batch; `run` tells one training run with this seed from another.
+        share: this rank and the number of ranks.
 
     Formal guarantee:
         Each record is in each batch with probability `floor(2**53 expected_batch_size / N) / 2**53`, independently of all
-        other draws (Philox, keyed by the full seed and the batch's number).
+        other draws (Philox, keyed by the full seed and the batch's number). Of ranks with one key, exactly one takes it.
     """
 
     def __init__(
-        self, records: int, expected_batch_size: int, steps: int, key: Callable[[], tuple[int, int]]
+        self,
+        records: int,
+        expected_batch_size: int,
+        steps: int,
+        key: Callable[[], tuple[int, int]],
+        share: tuple[int, int] = (0, 1),
     ) -> None:
         self.records = records
         self.steps = steps
         self.epoch = 0
         self._threshold = math.floor(_RESOLUTION * expected_batch_size / records)
         self._key = key
+        self._rank, self._ranks = share
 
     def __len__(self) -> int:
         return self.steps
@@ -67,7 +76,7 @@ class PoissonBatches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in range(self.steps):
-            yield self._draw(batch)
+            yield self._draw(batch)[self._rank :: self._ranks]
 
     def _draw(self, batch: int) -> list[int]:
         seed, run = self._key()

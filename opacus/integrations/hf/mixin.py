@@ -11,8 +11,10 @@ from torch import Tensor
 from opacus.errors import ConfigurationError, raise_if_any
 from opacus.integrations.hf.batches import PhysicalBatch, PoissonLoader
 from opacus.integrations.hf.nan_losses import FixedDenominator, means_without_nan
+from opacus.integrations.hf.ranks import training_settings
 from opacus.integrations.hf.refusals import changed_problems, trainer_problems
 from opacus.integrations.hf.run import PrivateRun
+from opacus.integrations.hf.unwrapped import alone
 
 __all__ = ["DPTrainerMixin"]
 
@@ -84,9 +86,14 @@ class DPTrainerMixin:
                 something that it refuses.
         """
         run = self._run()
-        raise_if_any(
-            "training cannot start", trainer_problems(self) + changed_problems(self, run.plan.records)
-        )
+        problems = trainer_problems(self) + changed_problems(self, run.plan.records)
+        if run.ranks is not None:
+            settings = {
+                **training_settings(self.args),
+                "resume_from_checkpoint": bool(resume_from_checkpoint),
+            }
+            problems = run.ranks.agree(self.model, settings, problems, "train")
+        raise_if_any("training cannot start", problems)
         run.start(resumes=bool(resume_from_checkpoint))
         return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
@@ -109,8 +116,16 @@ class DPTrainerMixin:
     def training_step(
         self, model: Any, inputs: list[PhysicalBatch], num_items_in_batch: Any = None
     ) -> Tensor:
-        """Forward and backward of a logical batch, one physical batch after the other."""
+        """Forward and backward of this rank's share of a logical batch, one physical batch after the other."""
         run = self._run()
+        if model is not self.model:
+            raise ConfigurationError(
+                "the step cannot be private",
+                [
+                    f"the trainer wrapped the model in a {type(model).__name__}, which would work on gradients before they are private. "
+                    "Was its accelerator replaced since make_trainer_private?"
+                ],
+            )
         if run.begin_step(self.state):
             self.control.should_training_stop = True
             self.control.should_log = True
@@ -122,7 +137,8 @@ class DPTrainerMixin:
                 run.close_batch()
             try:
                 run.begin_batch(batch)
-                loss = super().training_step(model, batch.tensors, one)  # type: ignore[misc]
+                with contextlib.nullcontext() if run.ranks is None else alone(self):
+                    loss = super().training_step(model, batch.tensors, one)  # type: ignore[misc]
             finally:
                 run.scale = None  # also where it fails: an evaluation afterwards computes its loss as it is
             run.end_batch(batch)

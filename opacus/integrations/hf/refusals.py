@@ -6,6 +6,7 @@ lengths, and a baseline with a small coefficient hides in rounding. Measured wit
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from opacus import integrations
+from opacus.distributed.groups import runs_in_parallel
 from opacus.errors import ConfigurationError
 from opacus.grad_sample.capture import refuse_if_captured
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
@@ -103,12 +105,25 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
         Refused(
             "args.deepspeed",
             None,
-            "DeepSpeed owns the backward and the optimizer. Use device_map to spread a model over GPUs.",
+            "DeepSpeed owns the backward and the optimizer. Use device_map to spread a model over GPUs, or sharding by "
+            "opacus.integrations.accelerate.prepare_private.",
         ),
         Refused(
             "is_fsdp_enabled",
             None,
             "sharding by the trainer is not supported. Use device_map, or opacus.integrations.accelerate.prepare_private.",
+        ),
+        Refused(
+            "args.parallelism_config",
+            None,
+            "splitting tensors or sequences over ranks inside the trainer is not supported. Use device_map, or "
+            "opacus.integrations.accelerate.prepare_private.",
+        ),
+        Refused(
+            "is_distributed_loading_by_transformers",
+            None,
+            "the model was sharded when it was loaded (distributed_config). Use device_map, or "
+            "opacus.integrations.accelerate.prepare_private.",
         ),
         Refused(
             "args.optim",
@@ -327,14 +342,26 @@ def _data_problems(trainer: Any) -> list[str]:
 
 def _process_problems(trainer: Any) -> list[str]:
     world = getattr(trainer.args, "world_size", 1)
-    initialised = torch.distributed.is_available() and torch.distributed.is_initialized()
-    world = max(world, torch.distributed.get_world_size() if initialised else 1)
-    if world <= 1:
-        return []
-    return [
-        f"the trainer runs in {world} processes, and would reduce gradients by itself: run one process (with a device_map over the "
-        "GPUs), or opacus.integrations.accelerate.prepare_private with a loop of your own."
-    ]
+    connected = torch.distributed.get_world_size() if runs_in_parallel() else 1
+    started = int(os.environ.get("WORLD_SIZE") or 1) if "LOCAL_RANK" in os.environ else 1
+    problems = []
+    if world != connected:
+        problems.append(
+            f"the trainer's arguments are for {world} process(es), and torch.distributed connects {connected}: make them in each rank, "
+            "after init_process_group if you call it yourself, and start ranks with torchrun."
+        )
+    elif started > connected:
+        problems.append(
+            f"a launcher started {started} processes, but each would train alone (on CPUs the trainer takes part with use_cpu=True "
+            "among its arguments only)."
+        )
+    kind = str(getattr(trainer.accelerator.distributed_type, "value", "NO"))
+    if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA", "TP"):
+        problems.append(
+            f"{kind} keeps gradients and optimizers to itself: use device_map, several ranks with a replica each, or sharding by "
+            "opacus.integrations.accelerate.prepare_private."
+        )
+    return problems
 
 
 def _class_names(trainer: Any) -> Iterator[str]:

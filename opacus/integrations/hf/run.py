@@ -19,6 +19,8 @@ from opacus.integrations.hf.batches import PhysicalBatch, PoissonBatches
 from opacus.integrations.hf.contract import LossContract, first_rows
 from opacus.integrations.hf.fused_head import WholeHead
 from opacus.integrations.hf.plan import Plan, steps_within
+from opacus.integrations.hf.ranks import TrainerRanks, concealed
+from opacus.integrations.hf.unwrapped import Unwrapped
 from opacus.optimizers import DPOptimizer, get_optimizer_class
 from opacus.utils.checkpoint_file import CheckpointError
 from opacus.validators.batch_norm import guard_frozen
@@ -34,25 +36,35 @@ class PrivateRun:
         plan: the run's numbers.
         contract: the loss's reduction.
         head: TRL's fused head, where it had to be replaced.
+        ranks: those that train together; None where this process trains alone.
 
     Attributes:
         accountant: what was released so far.
         optimizer: the private optimizer, once the trainer has made its own.
         scale: what a loss is multiplied by within a training step; None outside.
+        unwrapped: keeps the trainer from wrapping the model, where it runs in several processes.
     """
 
     def __init__(
-        self, model: nn.Module, plan: Plan, contract: LossContract, head: WholeHead | None = None
+        self,
+        model: nn.Module,
+        plan: Plan,
+        contract: LossContract,
+        head: WholeHead | None = None,
+        ranks: TrainerRanks | None = None,
     ) -> None:
         self.model = model
         self.plan = plan
         self.contract = contract
+        self.ranks = ranks
+        self.unwrapped: Unwrapped | None = None
         self.accountant = create_accountant(plan.accountant)
         self.batches = PoissonBatches(
             plan.records,
             plan.expected_batch_size,
             plan.steps_per_epoch,
             lambda: (self.plan.seed, self.steps_before or 0),
+            (0, 1) if ranks is None else (ranks.rank, ranks.count),
         )
         hooks: Any = wrap_model(model, "bk", False, loss_reduction="sum")
         self.hooks = hooks
@@ -81,20 +93,23 @@ class PrivateRun:
             return optimizer
         if isinstance(inner, DPOptimizer):
             inner = inner.original_optimizer
-        plan = self.plan
+        plan, ranks = self.plan, self.ranks
         trained = [p for group in inner.param_groups for p in group["params"] if p.requires_grad]
         home = Placement(trained, reduction_device=plan.options.get("reduction_device")).reduction_device
         generator = None if plan.secure_mode else torch.Generator(home).manual_seed(noise_seed(plan.seed))
-        private = get_optimizer_class(plan.clipping, False, "bk")(
+        together: dict[str, Any] = {} if ranks is None else {"process_group": ranks.group}
+        private = get_optimizer_class(plan.clipping, ranks is not None, "bk")(
             inner,
             noise_multiplier=plan.noise_multiplier,
             max_grad_norm=plan.max_grad_norm,  # type: ignore[arg-type]
-            expected_batch_size=plan.expected_batch_size,
+            expected_batch_size=plan.expected_batch_size / (1 if ranks is None else ranks.count),  # type: ignore[arg-type]
             loss_reduction="mean",
             generator=generator,
             secure_mode=plan.secure_mode,
             **plan.options,
+            **together,
         )
+        private.made_for_one_process = ranks is None
         private.param_names = {id(p): name for name, p in self.model.named_parameters()}
         private.attach_book(self.hooks.policy)
         private.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=plan.sample_rate))
@@ -130,8 +145,10 @@ class PrivateRun:
 
         Raises:
             CheckpointError: if the trainer's count of steps and the accountant's differ.
-            ConfigurationError: if the budget is spent.
+            ConfigurationError: if the budget is spent; in the first step, if ranks would not train alike.
         """
+        if self._stop_at is None and self.ranks is not None:
+            self.ranks.compare(self._where(state), "training cannot go on", "the first step of train()")
         if self.steps_before is None:
             raise CheckpointError(
                 "training cannot be resumed",
@@ -161,6 +178,24 @@ class PrivateRun:
                 ],
             )
         return len(self.accountant) + 1 >= self._stop_at
+
+    def _where(self, state: Any) -> dict[str, Any]:
+        """Where this rank stands, which must be where all stand."""
+        assert self.optimizer is not None
+        return {
+            "the trainer's count of steps": state.global_step,
+            "the steps that the trainer plans": state.max_steps,
+            "the accountant's history": self.accountant.history,
+            "the steps before this train()": self.steps_before,
+            "the seed": concealed(self.plan.seed),
+            "the optimizer": type(self.optimizer.original_optimizer).__name__,
+            **{
+                f"{name} of the optimizer's group {number}": value
+                for number, group in enumerate(self.optimizer.param_groups)
+                for name, value in group.items()
+                if name != "params"
+            },
+        }
 
     def begin_batch(self, batch: PhysicalBatch) -> None:
         """A physical batch is about to go through the model."""
@@ -209,6 +244,8 @@ class PrivateRun:
 
     def detach(self) -> None:
         """Leave the model as it was."""
+        if self.unwrapped is not None:
+            self.unwrapped.remove()
         self.hooks.cleanup()
         if self._head is not None:
             self._head.remove()

@@ -63,6 +63,7 @@ def state_of(run: PrivateRun) -> dict[str, Any]:
         "accountant": dict(run.accountant.state_dict()),
         "steps_before": run.steps_before,
         "noise": optimizer.noise_stream().state_dict(),
+        "rank": _rank(run),
         "seed": str(plan.seed),
         "records": plan.records,
         "expected_batch_size": plan.expected_batch_size,
@@ -95,7 +96,8 @@ def restore(run: PrivateRun, state: Mapping[str, Any]) -> None:
     run.accountant.load_state_dict(state["accountant"])
     run.steps_before = state["steps_before"]
     run.plan.seed = int(state["seed"])
-    optimizer._nonfinite = {torch.device("cpu"): torch.tensor(state["nonfinite_samples"])}
+    counted = state["nonfinite_samples"] if _rank(run) == state.get("rank", 0) else 0
+    optimizer._nonfinite = {torch.device("cpu"): torch.tensor(counted)}
     devices = {p.device for p in optimizer.params}
     restore_noise(optimizer.noise_stream(), {name: s.cpu() for name, s in state["noise"].items()}, devices)
 
@@ -114,6 +116,11 @@ def _problems(run: PrivateRun, state: Any) -> list[str]:
         for name in ("records", "expected_batch_size")
         if state[name] != getattr(run.plan, name)
     ]
+    if _rank(run) == 0 and state.get("rank", 0) != 0:
+        problems.append(
+            f"the checkpoint was saved by rank {state['rank']}, whose noise stream stands still while rank 0 draws: noise would be "
+            "drawn a second time. Resume from the folder that rank 0 saved."
+        )
     if not str(state["seed"]).isdecimal():
         problems.append("the saved seed is not a number.")
     assert run.optimizer is not None
@@ -122,6 +129,10 @@ def _problems(run: PrivateRun, state: Any) -> list[str]:
         noise = {name: s.cpu() if isinstance(s, torch.Tensor) else s for name, s in noise.items()}
     home = getattr(run.optimizer.noise_stream(), "home", torch.device("cpu"))
     return problems + state_problems("the saved state of the noise", noise, [home])
+
+
+def _rank(run: PrivateRun) -> int:
+    return 0 if run.ranks is None else run.ranks.rank
 
 
 def _bounds(optimizer: DPOptimizer) -> float | list[float]:

@@ -1,0 +1,189 @@
+"""The ranks that a trainer's replicas train on: what they compare before any work, and how none starts without the others.
+
+Ranks describe themselves to each other through the store of their process group. What one of them cannot do, all of them refuse,
+with the same message; no collective is started before they agree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import nn
+
+from opacus.distributed.data_parallel import start_alike
+from opacus.distributed.errors import ReplicaError
+from opacus.distributed.groups import default_group, exchange, in_words, runs_in_parallel, served, size_of
+from opacus.distributed.replicas import group_serving, replica_problems
+from opacus.errors import ConfigurationError
+from opacus.integrations.hf.same_records import digest_of
+
+if TYPE_CHECKING:
+    from opacus.integrations.hf.run import PrivateRun
+
+__all__ = ["TrainerRanks", "concealed", "training_settings"]
+
+_PURPOSE = "make_trainer_private"
+_HEADING = "make_trainer_private cannot start"
+
+# of the trainer's arguments: what decides how the weights move, and when all ranks meet to log, evaluate or save
+_COMPARED = (
+    "num_train_epochs",
+    "max_steps",
+    "optim",
+    "learning_rate",
+    "weight_decay",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "bf16",
+    "logging_strategy",
+    "logging_steps",
+    "eval_strategy",
+    "eval_steps",
+    "save_strategy",
+    "save_steps",
+)
+
+
+class TrainerRanks:
+    """This process and the others that train replicas of one model.
+
+    Args:
+        group: all of them.
+        allow_shared_devices: let two of them use one accelerator.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, allow_shared_devices: bool = False) -> None:
+        self.group = group
+        self.allow_shared_devices = allow_shared_devices
+
+    @classmethod
+    def here(cls, allow_shared_devices: bool) -> TrainerRanks | None:
+        """All ranks that `torch.distributed` connects; None where this process is alone."""
+        return cls(default_group(), allow_shared_devices) if runs_in_parallel() else None
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    @property
+    def count(self) -> int:
+        return size_of(self.group)
+
+    def agree(
+        self, model: nn.Module, settings: Mapping[str, Any], problems: Sequence[str], purpose: str = _PURPOSE
+    ) -> list[str]:
+        """Compare replicas and settings; the problems of all ranks, the same on every rank.
+
+        Where replicas have tensors on devices that the process group does not serve (a model over a GPU and the CPU, NCCL), a group
+        that does is made, and used from then on.
+
+        Raises:
+            RankLostError: naming ranks that did not come.
+        """
+        kinds = {t.device.type for t in (*model.parameters(), *model.buffers())} - {"meta"}
+        wanted = set().union(*exchange(sorted(kinds), self.group, f"{purpose} (devices)"))
+        if not wanted <= served(self.group):
+            self.group = group_serving(wanted)
+        return replica_problems(
+            model,
+            self.group,
+            purpose,
+            allow_shared_devices=self.allow_shared_devices,
+            settings={**settings, "allow_shared_devices": self.allow_shared_devices},
+            own_problems=problems,
+        )
+
+    def start_together(self, build: Callable[[], PrivateRun], data: Any) -> PrivateRun:
+        """Build this rank's run, without collectives; all ranks go on, with the first one's seed and weights, or none does.
+
+        Args:
+            build: may raise on some ranks only.
+            data: the trainer's records, which must be the same on every rank, in the same order.
+
+        Raises:
+            ReplicaError: naming the other ranks on which `build` raised; a rank on which it did raises its own error.
+            RankLostError: naming ranks that did not come.
+        """
+        run, failure = None, None
+        facts: dict[str, Any]
+        try:
+            run = build()
+            facts = {"contract": repr(run.contract), "records": digest_of(data), "seed": run.plan.seed}
+        except Exception as error:
+            failure = error
+            facts = {"failure": _told(error)}
+        if self.rank:
+            facts.pop("seed", None)
+        try:
+            every = exchange(facts, self.group, f"{_PURPOSE} (the trainer's loss)")
+            if failure is not None:
+                raise failure
+            problems = _failures(every) or _differences(every)
+            if problems:
+                raise ReplicaError(_HEADING, problems)
+        except BaseException:
+            if run is not None:
+                run.detach()
+            raise
+        assert run is not None
+        run.plan.seed = every[0]["seed"]
+        start_alike(run.model, self.group)
+        return run
+
+    def compare(self, settings: Mapping[str, Any], heading: str, purpose: str) -> None:
+        """Raise on every rank if `settings` differ.
+
+        Raises:
+            ReplicaError: naming what differs.
+            RankLostError: naming ranks that did not come.
+        """
+        problems = replica_problems(None, self.group, purpose, settings=settings)
+        if problems:
+            raise ReplicaError(heading, problems)
+
+
+def training_settings(args: Any) -> dict[str, Any]:
+    """Those of a trainer's arguments that must be the same on every rank."""
+    return {f"args.{name}": getattr(args, name, None) for name in _COMPARED}
+
+
+def concealed(secret: int | None) -> str:
+    """What tells a secret number from others in a message."""
+    return (
+        "not given"
+        if secret is None
+        else f"one with digest {hashlib.sha256(str(secret).encode()).hexdigest()[:8]}"
+    )
+
+
+def _told(error: BaseException) -> list[str]:
+    if isinstance(error, ConfigurationError):
+        return error.problems
+    return [f"{type(error).__name__}: {str(error).strip() or 'no message'}"]
+
+
+def _failures(every: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [
+        f"rank {rank}: {problem}" for rank, facts in enumerate(every) for problem in facts.get("failure", [])
+    ]
+
+
+def _differences(every: Sequence[Mapping[str, Any]]) -> list[str]:
+    problems = []
+    first = every[0]
+    others = [rank for rank, facts in enumerate(every) if facts["records"] != first["records"]]
+    if others:
+        problems.append(
+            f"train_dataset of {in_words(others)} has other records than rank 0's, or in another order: ranks share out one batch by "
+            "the records' numbers, so that a record could be used twice. Load and shuffle it in the same way on every rank."
+        )
+    others = [rank for rank, facts in enumerate(every) if facts["contract"] != first["contract"]]
+    if others:
+        problems.append(
+            f"the loss of {in_words(others)} reduces over records in another way than rank 0's "
+            f"({', '.join(facts['contract'] for facts in every)}): give all ranks the same trainer."
+        )
+    return problems
