@@ -304,7 +304,11 @@ def say(row: dict[str, Any]) -> None:
     found = row.get("error") or (
         f"{row['records_per_second']:9.2f} records/s {row['ms_per_step']:9.1f} ms/step {row['gib']:8.2f} GiB "
         f"(fullest GPU {row['gib_of_fullest_gpu']:.2f}"
-        + (f"; {row['gib_of_first_look']:.2f} GiB before, for the look at the loss)" if row["private"] else ")")
+        + (
+            f"; {row['gib_of_first_look']:.2f} GiB before, for the look at the loss)"
+            if row["private"]
+            else ")"
+        )
     )
     sys.stdout.write(f"{row['trainer']:4s} {kind:9s} {found}\n")
     sys.stdout.flush()

@@ -293,3 +293,26 @@ def a_rank_that_stays_away() -> str:
         return "away" if dist.get_rank() else message_of(lambda: private(GPT2))
     finally:
         groups._patience = own
+
+
+class LosePatience(TrainerCallback):
+    """Let collectives wait for seconds only, once the first step has gone well."""
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2))
+
+
+def a_loss_that_fails_in_the_second_step() -> tuple[str, int]:
+    trainer = private(GPT2)
+    if dist.get_rank():
+        step, calls = trainer.training_step, []
+
+        def failing(*args: Any) -> Tensor:
+            calls.append(1)
+            if len(calls) == 2:
+                raise KilledError
+            return step(*args)
+
+        trainer.training_step = failing
+    trainer.add_callback(LosePatience())
+    return message_of(trainer.train), len(trainer.privacy.accountant)

@@ -10,12 +10,14 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from opacus.distributed.data_parallel import start_alike
 from opacus.distributed.errors import ReplicaError
 from opacus.distributed.groups import default_group, exchange, in_words, runs_in_parallel, served, size_of
+from opacus.distributed.reduction import broadcast
 from opacus.distributed.replicas import group_serving, replica_problems
 from opacus.errors import ConfigurationError
 from opacus.integrations.hf.same_records import digest_of
@@ -111,12 +113,14 @@ class TrainerRanks:
         facts: dict[str, Any]
         try:
             run = build()
-            facts = {"contract": repr(run.contract), "records": digest_of(data), "seed": run.plan.seed}
+            facts = {
+                "contract": repr(run.contract),
+                "records": digest_of(data),
+                "bits": run.plan.seed.bit_length(),
+            }
         except Exception as error:
             failure = error
             facts = {"failure": _told(error)}
-        if self.rank:
-            facts.pop("seed", None)
         try:
             every = exchange(facts, self.group, f"{_PURPOSE} (the trainer's loss)")
             if failure is not None:
@@ -129,9 +133,18 @@ class TrainerRanks:
                 run.detach()
             raise
         assert run is not None
-        run.plan.seed = every[0]["seed"]
+        run.plan.seed = self._secret_of_the_first(run.plan.seed, every[0]["bits"], run.model)
         start_alike(run.model, self.group)
         return run
+
+    def _secret_of_the_first(self, own: int, bits: int, model: nn.Module) -> int:
+        """Rank 0's number, by a collective: whatever reaches the port of the store could read it there as long as the job runs."""
+        size = max(1, (bits + 7) // 8)
+        number = own if self.rank == 0 else 0
+        device = next(p.device for p in model.parameters() if p.requires_grad)
+        secret = torch.tensor(list(number.to_bytes(size, "big")), dtype=torch.uint8, device=device)
+        broadcast([secret], self.group)
+        return int.from_bytes(bytes(secret.tolist()), "big")
 
     def compare(self, settings: Mapping[str, Any], heading: str, purpose: str) -> None:
         """Raise on every rank if `settings` differ.
