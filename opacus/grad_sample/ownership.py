@@ -77,16 +77,17 @@ def layers_with_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, li
             yield path, layer, found
 
 
-def all_parameters(root: nn.Module) -> Iterator[nn.Parameter]:
+def all_parameters(root: nn.Module) -> list[nn.Parameter]:
     """Parameters of `root`, shared ones once; walked several times a step, so without names."""
-    stack, seen = [root], {id(root)}
+    stack, met = [root], {id(root)}
+    found: dict[int, nn.Parameter] = {}
     while stack:
         module = stack.pop()
         for parameter in module._parameters.values():
-            if parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield parameter
+            if parameter is not None:
+                found[id(parameter)] = parameter
         for child in module._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
+            if child is not None and id(child) not in met:
+                met.add(id(child))
                 stack.append(child)
+    return list(found.values())

@@ -15,7 +15,7 @@ from opacus.distributed.sharding import is_fsdp, local_of
 from opacus.errors import PerSampleGradientError, raise_if_any
 from opacus.grad_sample.blocks import Block, clipped_sums
 from opacus.grad_sample.book import Book
-from opacus.optimizers.utils import describe
+from opacus.optimizers.utils import alike, describe
 
 if TYPE_CHECKING:
     from opacus.optimizers.optimizer import DPOptimizer
@@ -192,6 +192,8 @@ class BookedSums:
             ],
             PerSampleGradientError,
         )
+        earlier: list[Tensor] = []
+        later: list[Tensor] = []
         for p in optimizer.params:
             fresh = self._fresh.pop(id(p), None)
             summed = getattr(p, "summed_grad", None)
@@ -199,8 +201,13 @@ class BookedSums:
                 if summed is None:
                     dtype = torch.promote_types(p.dtype, torch.float32)
                     p.summed_grad = torch.zeros_like(local_of(p), dtype=dtype)  # type: ignore[attr-defined]
+            elif summed is None:
+                p.summed_grad = fresh  # type: ignore[attr-defined]
             else:
-                p.summed_grad = fresh if summed is None else summed.add_(fresh)  # type: ignore[attr-defined]
+                earlier.append(summed)
+                later.append(fresh)
+        for group in alike(earlier, later) if earlier else ():
+            torch._foreach_add_(*group)
         self._fresh.clear()
         book.settle()
         self.iterations, self.backwards = self.backwards, 0

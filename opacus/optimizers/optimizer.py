@@ -32,7 +32,7 @@ from opacus.optimizers.grad_samples import (
     sq_norm_dtype,
 )
 from opacus.optimizers.noise import SecureNoise
-from opacus.optimizers.utils import all_params, params
+from opacus.optimizers.utils import alike, all_params, params
 
 __all__ = ["DPOptimizer", "by_device"]
 
@@ -438,7 +438,7 @@ class DPOptimizer(Optimizer):
             if not isinstance(std, float):
                 for noise in noisy:
                     noise.mul_(std.on(noise.device, noise.dtype))
-            for group in _alike(noisy, sums):
+            for group in alike(noisy, sums):
                 torch._foreach_add_(*group)
         if self._booked is not None:  # half the memory: the sums are formed anew by the next backward
             for p in parameters:
@@ -512,10 +512,10 @@ class DPOptimizer(Optimizer):
             else:
                 whole.append(grad)
                 rounded.append(grad)
-        for totals, grads in _alike(whole, rounded):
+        for totals, grads in alike(whole, rounded):
             torch._foreach_div_(totals, divisor)
             pairs = [(grad, total) for grad, total in zip(grads, totals, strict=True) if grad is not total]
-            for to, of in _alike(*zip(*pairs, strict=True)) if pairs else ():
+            for to, of in alike(*zip(*pairs, strict=True)) if pairs else ():
                 torch._foreach_copy_(to, of)
 
     # ------------------------------------------------------- around a step
@@ -706,7 +706,7 @@ def _rounded(parameters: Sequence[nn.Parameter], totals: Sequence[Tensor]) -> li
         for p, total in zip(parameters, totals, strict=True)
     ]
     pairs = [(to, of) for to, of in zip(found, totals, strict=True) if to is not of]
-    for to, of in _alike(*zip(*pairs, strict=True)) if pairs else ():
+    for to, of in alike(*zip(*pairs, strict=True)) if pairs else ():
         torch._foreach_copy_(to, of)
     return found
 
@@ -728,14 +728,6 @@ def by_device(norms: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
 
 def _evaluates_closure(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, torch.optim.LBFGS)
-
-
-def _alike(*lists: Sequence[Any]) -> list[tuple[list[Tensor], ...]]:
-    """Split lists of tensors, in parallel, by device and dtype of the first list's: what one `foreach` call takes."""
-    groups: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, ...]]] = {}
-    for entry in zip(*lists, strict=True):
-        groups.setdefault((entry[0].device, entry[0].dtype), []).append(entry)
-    return [tuple(map(list, zip(*group, strict=True))) for group in groups.values()]
 
 
 def _generate_noise(

@@ -1,11 +1,15 @@
-"""Small questions asked of an optimizer's parameters."""
+"""Small questions asked of an optimizer's parameters, and of tensors kept for them."""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["all_params", "describe", "params"]
+__all__ = ["alike", "all_params", "describe", "params"]
 
 
 def all_params(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -28,3 +32,11 @@ def describe(optimizer: Optimizer, parameter: nn.Parameter) -> str:
             if candidate is parameter:
                 return f"parameter {j} of group {i}, shape {tuple(parameter.shape)}"
     return f"a parameter of shape {tuple(parameter.shape)}"
+
+
+def alike(*lists: Sequence[Any]) -> list[tuple[list[Tensor], ...]]:
+    """Split lists of tensors, in parallel, by device and dtype of the first list's: what one `foreach` call takes."""
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, ...]]] = {}
+    for entry in zip(*lists, strict=True):
+        groups.setdefault((entry[0].device, entry[0].dtype), []).append(entry)
+    return [tuple(map(list, zip(*group, strict=True))) for group in groups.values()]

@@ -160,9 +160,14 @@ class DPTrainerMixin:
         return (found[0] * scale, *found[1:]) if isinstance(found, tuple) else found * scale
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Of a logical batch."""
-        batches = inputs if isinstance(inputs, list) else [PhysicalBatch(0, inputs)]
-        return sum(super(DPTrainerMixin, self).floating_point_ops(batch.tensors) for batch in batches)  # type: ignore[misc]
+        """Of a logical batch; the trainer's own count of one physical batch, which walks the model, is taken once."""
+        if not isinstance(inputs, list):
+            return super().floating_point_ops(inputs)  # type: ignore[misc]
+        name = getattr(self.model, "main_input_name", "input_ids")
+        sizes = [batch.tensors[name].numel() for batch in inputs if name in batch.tensors]
+        if not sizes or not sizes[0]:
+            return 0
+        return super().floating_point_ops(inputs[0].tensors) * sum(sizes) // sizes[0]  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the trainer's, with epsilon; without gradient norms, and without unprotected figures if so asked for."""
