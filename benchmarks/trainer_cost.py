@@ -131,6 +131,7 @@ def measure(
         places: device map of the model; equal shares over the GPUs by default.
     """
     gpus = range(options.gpus) if gpus is None else gpus
+    torch.backends.cuda.enable_cudnn_sdp(False)
     trainer = make_trainer(name, options, places)
     sizes = [options.records] * (WARM_UP + options.steps)
     look = 0.0
