@@ -44,6 +44,7 @@ from opacus.integrations.transformers import make_trainer_private
 
 WARM_UP = 2  # steps: the first ones compare and allocate
 WORDS = 1000
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4},
@@ -217,7 +218,7 @@ def make_trainer(name: str, options: argparse.Namespace, places: Mapping[str, An
         peft_config=LoraConfig(
             r=options.rank,
             lora_alpha=2 * options.rank,
-            target_modules="all-linear",
+            target_modules=LINEAR if away else "all-linear",  # PEFT chooses layers by number among named ones only
             task_type="CAUSAL_LM",
             layers_to_transform=kept if away else None,  # offloaded layers are frozen
         ),

@@ -86,7 +86,6 @@ def private(
     as_a_launcher_would()
     place = emulated if devices == 2 else prepare
     trainer = make_trainer(name, prepare=place, **{**ARGUMENTS, **changes})
-    trainer.args._n_gpu = min(trainer.args.n_gpu, 1)  # the only process on a machine of several
     return make_trainer_private(trainer, **{**SETTINGS, **(settings or {})})
 
 

@@ -55,7 +55,9 @@ _ARGUMENTS: dict[str, Any] = {
 
 def arguments(kind: type, **changes: Any) -> Any:
     """Of one trainer class, in a folder of its own."""
-    return kind(**{"output_dir": tempfile.mkdtemp(), **_ARGUMENTS, **changes})
+    args = kind(**{"output_dir": tempfile.mkdtemp(), **_ARGUMENTS, **changes})
+    args._n_gpu = min(args.n_gpu, 1)  # on a machine of several GPUs too; trainers refuse several when they are made
+    return args
 
 
 def adapters(**options: Any) -> LoraConfig:
