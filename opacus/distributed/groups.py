@@ -17,7 +17,16 @@ import torch.distributed as dist
 
 from opacus.distributed.errors import RankLostError, ReplicaError
 
-__all__ = ["default_group", "exchange", "in_words", "largest", "lost_rank", "runs_in_parallel", "size_of"]
+__all__ = [
+    "default_group",
+    "exchange",
+    "in_words",
+    "largest",
+    "lost_rank",
+    "runs_in_parallel",
+    "size_of",
+    "timeout_of",
+]
 
 _meetings: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -143,14 +152,20 @@ def in_words(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def _patience(group: dist.ProcessGroup) -> tuple[timedelta, ...]:
-    """The group's timeout, as an argument; nothing where torch does not tell it, and the store's own holds."""
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """How long the group's ranks wait for each other; None where torch does not tell it."""
     for device in getattr(group, "_device_types", ()):
         try:
-            return (group._get_backend(device).options._timeout,)
+            return group._get_backend(device).options._timeout
         except (AttributeError, RuntimeError):
             continue
-    return ()
+    return None
+
+
+def _patience(group: dist.ProcessGroup) -> tuple[timedelta, ...]:
+    """The group's timeout, as an argument; nothing where torch does not tell it, and the store's own holds."""
+    timeout = timeout_of(group)
+    return () if timeout is None else (timeout,)
 
 
 def _store(group: dist.ProcessGroup) -> Any:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import socket
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opacus.distributed.groups import exchange, in_words, served
+from opacus.distributed.groups import default_group, exchange, in_words, served, timeout_of
 
 __all__ = ["group_serving", "replica_problems"]
 
+_groups: weakref.WeakKeyDictionary[Any, dict[str, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 _LISTED = 5  # differences of one rank; more are counted
 
 
@@ -145,12 +147,19 @@ def _own_problems(module: nn.Module, group: dist.ProcessGroup) -> list[str]:
 
 
 def group_serving(kinds: Collection[str]) -> dist.ProcessGroup:
-    """A group of all ranks that reduces tensors on devices of these kinds; every rank makes it.
+    """A group of all ranks that reduces tensors on devices of these kinds, as patient as the default one; every rank asks for it.
+
+    Nobody else's collectives are in it. Asked again for the same kinds, it is the same group.
 
     Args:
         kinds: device types, e.g. "cpu" and "cuda"; the same on every rank.
     """
-    return dist.new_group(backend=_backends(kinds))
+    whole = default_group()
+    backends = dist.get_backend_config(whole) if served(whole).issuperset(kinds) else _backends(kinds)
+    made = _groups.setdefault(whole, {})
+    if backends not in made:
+        made[backends] = dist.new_group(backend=backends, timeout=timeout_of(whole))
+    return made[backends]
 
 
 def _backends(kinds: Collection[str]) -> str:

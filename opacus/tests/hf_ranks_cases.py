@@ -297,8 +297,12 @@ def a_rank_that_stays_away() -> str:
 class LosePatience(TrainerCallback):
     """Let collectives wait for seconds only, once the first step has gone well."""
 
+    def __init__(self, trainer: Any) -> None:
+        self.group = trainer.privacy.ranks.group
+
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2))
+        for group in (None, self.group):
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
 
 
 def a_loss_that_fails_in_the_second_step() -> tuple[str, int]:
@@ -313,5 +317,54 @@ def a_loss_that_fails_in_the_second_step() -> tuple[str, int]:
             return step(*args)
 
         trainer.training_step = failing
-    trainer.add_callback(LosePatience())
+    trainer.add_callback(LosePatience(trainer))
     return message_of(trainer.train), len(trainer.privacy.accountant)
+
+
+class LeaveEarly(TrainerCallback):
+    """Rank 0 stops after the first step, and reduces as many numbers of its own as a step would."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if dist.get_rank() == 0 and state.global_step == 1:
+            control.should_training_stop = True
+            self.work = dist.all_reduce(torch.zeros(self.size), async_op=True)
+
+
+def a_callback_that_stops_one_rank() -> tuple[str, int, int]:
+    """The message, steps accounted, and steps that moved the weights."""
+    trainer = private(GPT2, settings={"noise_multiplier": 1.0})
+    keep = KeepWeights(trainer)
+    trainer.add_callback(LosePatience(trainer))
+    trainer.add_callback(LeaveEarly(sum(w.numel() for w in keep.kept[0].values())))
+    trainer.add_callback(keep)
+    message = message_of(trainer.train)
+    return message, len(trainer.privacy.accountant), len(keep.kept) - 1
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Records whose last token is drawn at each reading, in an order of each rank's own if so asked for."""
+
+    def __init__(self, records: Any, order: Sequence[int]) -> None:
+        self.records = records
+        self.order = order
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        record = dict(self.records[self.order[index]])
+        record["input_ids"] = [*record["input_ids"][:-1], int(torch.randint(2, 9, ()))]
+        return record
+
+
+def augmented_records(own_order: bool) -> str:
+    as_a_launcher_would()
+    trainer = make_trainer(GPT2, **ARGUMENTS)
+    count = len(trainer.train_dataset)
+    turn = dist.get_rank() if own_order else 0
+    torch.manual_seed(dist.get_rank())
+    trainer.train_dataset = Augmented(trainer.train_dataset, [(i + turn) % count for i in range(count)])
+    return message_of(lambda: make_trainer_private(trainer, **SETTINGS))

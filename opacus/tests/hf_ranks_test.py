@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ pytest.importorskip("transformers", reason="needs Transformers (extra hf)")
 pytest.importorskip("trl", reason="needs TRL (extra hf)")
 pytest.importorskip("peft", reason="needs PEFT (extra hf)")
 
+from opacus.integrations.hf.same_records import digests_of, record_problems
 from opacus.integrations.transformers import make_trainer_private
 from opacus.testing import Ranks
 from opacus.testing.emulated_devices import is_supported
@@ -215,6 +217,42 @@ def test_a_rank_that_fails_in_a_step_ends_the_others_with_an_error(ranks):
     assert message.startswith("RankLostError: rank 0 of 2 could not add up clipped gradients")
     assert own.startswith("KilledError")
     assert steps == counted == 1
+
+
+def test_what_a_rank_reduces_that_left_early_never_takes_the_place_of_noise(ranks):
+    _, (message, accounted, moved) = ranks.run(cases.a_callback_that_stops_one_rank)
+    assert message.startswith("RankLostError: rank 1 of 2 could not add up clipped gradients")
+    assert accounted == moved == 1
+
+
+def test_orders_are_compared_of_records_that_change_at_each_reading(ranks):
+    assert ranks.run(cases.augmented_records, False) == ["no error"] * 2
+    for message in ranks.run(cases.augmented_records, True):
+        assert "train_dataset of rank 1 has other records than rank 0's, or in another order" in message
+
+
+def test_records_that_tell_nothing_are_found_out():
+    class Turned:
+        def __init__(self, turn: int, record: Callable[[int], Any]) -> None:
+            self.turn = turn
+            self.record = record
+
+        def __len__(self) -> int:
+            return 40
+
+        def __getitem__(self, index: int) -> Any:
+            return self.record((index + self.turn) % 40)
+
+    own = np.random.default_rng()
+
+    def problems(record: Callable[[int], Any]) -> list[list[tuple[int, str]]]:
+        return [
+            list(record_problems([digests_of(Turned(0, record)), digests_of(Turned(turn, record))]))
+            for turn in (0, 1)
+        ]
+
+    assert problems(lambda i: {"x": own.random(), "label": np.int64(i)}) == [[], [(1, "differs")]]
+    assert problems(lambda i: own.random() + i) == [[(0, "tells nothing"), (1, "tells nothing")]] * 2
 
 
 def test_a_state_of_a_rank_that_draws_no_noise_is_refused_where_noise_is_drawn(tmp_path: Path):

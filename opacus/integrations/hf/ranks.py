@@ -20,7 +20,7 @@ from opacus.distributed.groups import default_group, exchange, in_words, runs_in
 from opacus.distributed.reduction import broadcast
 from opacus.distributed.replicas import group_serving, replica_problems
 from opacus.errors import ConfigurationError
-from opacus.integrations.hf.same_records import digest_of
+from opacus.integrations.hf.same_records import digests_of, record_problems
 
 if TYPE_CHECKING:
     from opacus.integrations.hf.run import PrivateRun
@@ -59,6 +59,7 @@ class TrainerRanks:
 
     def __init__(self, group: dist.ProcessGroup, allow_shared_devices: bool = False) -> None:
         self.group = group
+        self._of_its_own = False
         self.allow_shared_devices = allow_shared_devices
 
     @classmethod
@@ -79,16 +80,17 @@ class TrainerRanks:
     ) -> list[str]:
         """Compare replicas and settings; the problems of all ranks, the same on every rank.
 
-        Where replicas have tensors on devices that the process group does not serve (a model over a GPU and the CPU, NCCL), a group
-        that does is made, and used from then on.
+        Private sums get a group of their own, that serves all of the replicas' devices (of a model over a GPU and the CPU, too). In
+        the trainer's own group they could meet whatever else a rank asks for that has left the training early (a callback that
+        stops it on one rank): a rank would take another's figures for clipped sums and noise.
 
         Raises:
             RankLostError: naming ranks that did not come.
         """
         kinds = {t.device.type for t in (*model.parameters(), *model.buffers())} - {"meta"}
         wanted = set().union(*exchange(sorted(kinds), self.group, f"{purpose} (devices)"))
-        if not wanted <= served(self.group):
-            self.group = group_serving(wanted)
+        if not self._of_its_own or not wanted <= served(self.group):
+            self.group, self._of_its_own = group_serving(wanted), True
         return replica_problems(
             model,
             self.group,
@@ -115,7 +117,7 @@ class TrainerRanks:
             run = build()
             facts = {
                 "contract": repr(run.contract),
-                "records": digest_of(data),
+                "records": digests_of(data),
                 "bits": run.plan.seed.bit_length(),
             }
         except Exception as error:
@@ -187,11 +189,17 @@ def _failures(every: Sequence[Mapping[str, Any]]) -> list[str]:
 def _differences(every: Sequence[Mapping[str, Any]]) -> list[str]:
     problems = []
     first = every[0]
-    others = [rank for rank, facts in enumerate(every) if facts["records"] != first["records"]]
+    found = list(record_problems([facts["records"] for facts in every]))
+    others = [rank for rank, problem in found if problem == "differs"]
     if others:
         problems.append(
             f"train_dataset of {in_words(others)} has other records than rank 0's, or in another order: ranks share out one batch by "
             "the records' numbers, so that a record could be used twice. Load and shuffle it in the same way on every rank."
+        )
+    if any(problem == "tells nothing" for _, problem in found):
+        problems.append(
+            "train_dataset gives other records each time that it is read, so that ranks cannot see whether theirs have the same order: "
+            "draw augmentation from torch's, NumPy's or Python's default generators, or keep a field that tells records apart."
         )
     others = [rank for rank, facts in enumerate(every) if facts["contract"] != first["contract"]]
     if others:

@@ -1,36 +1,76 @@
-"""Whether ranks hold the same data set, in the same order: each compares a digest of some records."""
+"""Whether ranks hold the same data set, in the same order: each compares digests of some records, field by field."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-__all__ = ["digest_of"]
+from opacus.testing.undisturbed import same_randomness
+
+__all__ = ["digests_of", "record_problems"]
 
 _LOOKED_AT = 32
 
 
-def digest_of(data: Any) -> str | None:
-    """Digest of records taken evenly over `data`; None if they are not the same when read twice (random augmentation).
+def digests_of(data: Any) -> dict[str, str | None]:
+    """Digest of each field over records taken evenly from `data`; None for a field that is not the same when read twice.
+
+    Every record is read with torch's, NumPy's and Python's default generators started alike, so that augmentation drawn from them
+    is the same on every rank. Fields that change all the same are drawn from generators of their own.
 
     Example:
-        >>> digest_of([1, 2, 3]) == digest_of([1, 2, 3]), digest_of([1, 2, 3]) == digest_of([1, 3, 2])
+        >>> digests_of([1, 2, 3]) == digests_of([1, 2, 3]), digests_of([1, 2, 3]) == digests_of([1, 3, 2])
         (True, False)
     """
-    first, second = (_once(data) for _ in range(2))
-    return first if first == second else None
-
-
-def _once(data: Any) -> str:
-    total = hashlib.sha256()
+    first: dict[str, Any] = {}
+    varies: set[str] = set()
     count = min(_LOOKED_AT, len(data))
-    for i in range(count):
-        _add(total, data[i * len(data) // count])
-    return total.hexdigest()
+    with same_randomness(set()):
+        for i in range(count):
+            index = i * len(data) // count
+            once, again = (dict(_fields(_read(data, index, i))) for _ in range(2))
+            varies |= {name for name in once.keys() | again.keys() if once.get(name) != again.get(name)}
+            for name, digest in once.items():
+                first.setdefault(name, hashlib.sha256()).update(digest)
+    return {name: None if name in varies else total.hexdigest() for name, total in sorted(first.items())}
+
+
+def record_problems(every: Sequence[Mapping[str, str | None]]) -> Iterator[tuple[int, str]]:
+    """`(rank, problem)` for each rank whose digests are not the first rank's, or tell nothing."""
+    first = every[0]
+    for rank, own in enumerate(every):
+        if own.keys() != first.keys() or any(
+            own[name] and digest and own[name] != digest for name, digest in first.items()
+        ):
+            yield rank, "differs"
+        elif first and not any(own[name] and digest for name, digest in first.items()):
+            yield rank, "tells nothing"
+
+
+def _read(data: Any, index: int, seed: int) -> Any:
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+    return data[index]
+
+
+def _fields(record: Any) -> Iterator[tuple[str, bytes]]:
+    """Those of a mapping or a tuple, each with its digest; anything else is one field."""
+    named: Mapping[Any, Any] = {"": record}
+    if isinstance(record, Mapping):
+        named = record
+    elif isinstance(record, (list, tuple)):
+        named = dict(enumerate(record))
+    for name, value in named.items():
+        total = hashlib.sha256()
+        _add(total, value)
+        yield str(name), total.digest()
 
 
 def _add(total: Any, value: Any) -> None:
@@ -44,7 +84,9 @@ def _add(total: Any, value: Any) -> None:
         total.update(str(len(value)).encode())
         for part in value:
             _add(total, part)
-    elif isinstance(value, (Tensor, np.ndarray)):
+    elif isinstance(value, (Tensor, np.ndarray, np.generic)):
         total.update(f"{value.dtype} {tuple(value.shape)} {value.tolist()}".encode())
     elif isinstance(value, (str, bytes, bool, int, float, type(None))):
         total.update(repr(value).encode())
+    elif hasattr(value, "__array_interface__"):  # images
+        _add(total, np.asarray(value))
