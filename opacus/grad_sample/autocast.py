@@ -16,6 +16,7 @@ from opacus.grad_sample.conv import CONV
 from opacus.grad_sample.hf_conv1d import HF_CONV1D, meet
 from opacus.grad_sample.linear import LINEAR
 from opacus.grad_sample.rules import builtin_rule
+from opacus.grad_sample.selection import sampled_by_user
 
 __all__ = ["as_multiplied"]
 
@@ -33,6 +34,8 @@ def as_multiplied(
         return None
     weight = layer._parameters.get("weight")
     if weight is None or weight.device != x.device:  # moved meanwhile: autocast there may not be on
+        return None
+    if sampled_by_user(type(layer)):  # who is used to the inputs as they come
         return None
     meet(layer)
     if builtin_rule(layer, tuple(layer._parameters)) not in (LINEAR, CONV, HF_CONV1D):

@@ -14,7 +14,7 @@ from opacus.grad_sample.hf_conv1d import meet
 from opacus.grad_sample.ownership import slots
 from opacus.grad_sample.rules import Rule, builtin_rule, instantiated
 
-__all__ = ["GRAD_SAMPLERS", "NORM_SAMPLERS", "GradSampler", "norms_by_user", "rule_for"]
+__all__ = ["GRAD_SAMPLERS", "NORM_SAMPLERS", "GradSampler", "norms_by_user", "rule_for", "sampled_by_user"]
 
 GradSampler = Callable[[Any, list[Tensor], Tensor], Mapping[nn.Parameter, Tensor]]
 
@@ -28,14 +28,24 @@ NORM_SAMPLERS: dict[type[nn.Module], GradSampler] = {}
 BUILT_IN_NORMS: dict[type[nn.Module], GradSampler] = {}
 
 
+def sampled_by_user(kind: type[nn.Module]) -> bool:
+    """Whether the user registered a sampler, of gradients or of norms, for layers of this class."""
+    return bool(_users_own(GRAD_SAMPLERS, BUILT_IN, kind) or _users_own(NORM_SAMPLERS, BUILT_IN_NORMS, kind))
+
+
+def _users_own(
+    registry: Mapping[type[nn.Module], GradSampler],
+    built_in: Mapping[type[nn.Module], GradSampler],
+    kind: type[nn.Module],
+) -> GradSampler | None:
+    sampler = registry.get(kind)
+    return None if sampler is built_in.get(kind) else sampler
+
+
 def norms_by_user(captured: Captured) -> dict[str, Tensor]:
     """Norms `[B]`, by name, from a norm sampler that the user registered for the layer's class, if there is one."""
-    sampler = NORM_SAMPLERS.get(type(captured.layer))
-    if (
-        sampler is None
-        or BUILT_IN_NORMS.get(type(captured.layer)) is sampler
-        or captured.owners.rows_each != 1
-    ):
+    sampler = _users_own(NORM_SAMPLERS, BUILT_IN_NORMS, type(captured.layer))
+    if sampler is None or captured.owners.rows_each != 1:
         return {}
     found = sampler(captured.layer, captured.inputs, captured.backprops)
     return {
@@ -47,8 +57,8 @@ def norms_by_user(captured: Captured) -> dict[str, Tensor]:
 
 def rule_for(layer: nn.Module, names: tuple[str, ...], *, force_functorch: bool = False) -> Rule:
     """The rule for a call of `layer` in which the parameters `names` train."""
-    sampler = GRAD_SAMPLERS.get(type(layer))
-    if sampler is not None and BUILT_IN.get(type(layer)) is not sampler:
+    sampler = _users_own(GRAD_SAMPLERS, BUILT_IN, type(layer))
+    if sampler is not None:
         return instantiated(_SampledRows(sampler))
     # bags given as one line of ids cannot be cut into rows by functorch
     if force_functorch and not isinstance(layer, nn.EmbeddingBag):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from opacus import PrivacyEngine
-from opacus.grad_sample import GradSampleModule
+from opacus.grad_sample import GRAD_SAMPLERS, NORM_SAMPLERS, GradSampleModule
 from opacus.grad_sample.capture import Capture
 from opacus.grad_sample.captured import Captured
 
@@ -78,6 +78,16 @@ def test_a_layer_with_a_forward_of_its_own_keeps_its_input() -> None:
 
     x = torch.randn(4, 6)
     (kept,) = seen_by(Rounds(6, 5), x)
+    assert torch.equal(kept, x)
+
+
+@pytest.mark.parametrize("samplers", [GRAD_SAMPLERS, NORM_SAMPLERS])
+def test_a_users_own_sampler_is_given_inputs_as_they_come(
+    samplers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(samplers, nn.Linear, lambda layer, activations, backprops: {})
+    x = torch.randn(4, 3, 6)
+    (kept,) = seen_by(nn.Linear(6, 5), x)
     assert torch.equal(kept, x)
 
 

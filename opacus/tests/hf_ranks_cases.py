@@ -231,7 +231,8 @@ def message_of(function: Callable[[], Any]) -> str:
 def other_settings() -> str:
     rank = dist.get_rank()
     own = {"noise_multiplier": 1.0 + rank, "seed": rank, "delta": (1e-5, 2.0)[rank]}
-    return message_of(lambda: private(SFT, settings=own, learning_rate=0.1 + rank))
+    changes = {"lr_scheduler_kwargs": {"power": 1.0 + rank}, "logging_first_step": not rank}
+    return message_of(lambda: private(SFT, settings=own, learning_rate=0.1 + rank, **changes))
 
 
 def other_weights() -> str:

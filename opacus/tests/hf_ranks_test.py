@@ -168,6 +168,8 @@ def test_a_model_over_devices_is_evaluated_before_and_after_training(ranks):
                 "ReplicaError",
                 "noise_multiplier is 1.0 on rank 0, 2.0 on rank 1",
                 "args.learning_rate is 0.1 on rank 0, 1.1 on rank 1",
+                "args.lr_scheduler_kwargs is {'power': 1.0} on rank 0, {'power': 2.0} on rank 1",
+                "args.logging_first_step is True on rank 0, False on rank 1",
                 "seed is 'one with digest",
                 "rank 1: delta must lie between 0 and 1",
             ],
