@@ -218,7 +218,9 @@ def make_trainer(name: str, options: argparse.Namespace, places: Mapping[str, An
         peft_config=LoraConfig(
             r=options.rank,
             lora_alpha=2 * options.rank,
-            target_modules=LINEAR if away else "all-linear",  # PEFT chooses layers by number among named ones only
+            target_modules=LINEAR
+            if away
+            else "all-linear",  # PEFT chooses layers by number among named ones only
             task_type="CAUSAL_LM",
             layers_to_transform=kept if away else None,  # offloaded layers are frozen
         ),

@@ -29,6 +29,7 @@ __all__ = ["BUCKET_ELEMENTS", "reduce_to_shards", "sum_over_data_ranks"]
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 BUCKET_ELEMENTS = 1 << 24  # 64 MiB of float32: large enough for full bandwidth, small next to a gradient
+_SMALL = 1 << 14  # elements; of norm layers and biases
 
 
 @dataclass
@@ -146,14 +147,23 @@ def _packed(
         return _zeros(alone, ranks, alone.layout.padded, dtype)
     flat = _zeros(alone, ranks, sum(member.layout.padded for member in members), dtype)
     start = 0
+    there: list[Tensor] = []
+    small: list[Tensor] = []  # copied in one launch
     for member in members:
         grad = form(member.parameter)
         if grad is not None:
             rows = grad.movedim(member.layout.dim, 0) if grad.dim() else grad.view(1)
             for r, part in enumerate(rows.split(max(1, -(-rows.shape[0] // ranks)))):
-                flat[r, start : start + part.numel()].view(part.shape).copy_(part)
+                place = flat[r, start : start + part.numel()].view(part.shape)
+                if part.numel() <= _SMALL:
+                    there.append(place)
+                    small.append(part)
+                else:
+                    place.copy_(part)
         start += member.layout.padded
         del grad
+    if small:
+        torch._foreach_copy_(there, small)
     return flat
 
 
@@ -185,7 +195,5 @@ def _arrive(bucket: _Travelling, receive: Callable[[Tensor, Tensor], None]) -> N
         moved = (local[dim], *local[:dim], *local[dim + 1 :]) if local else ()
         part = part[: math.prod(local)].view(moved)
         part = part.movedim(0, dim) if local else part
-        # a copy, unless it is alone in its bucket: a view would keep the whole bucket
-        alone = len(bucket.members) == 1 and part.is_contiguous() and part.numel() == received.numel()
-        home = local_of(member.parameter).device
-        receive(member.parameter, part.to(home, copy=not alone).contiguous())
+        # views share the bucket: all of it is waited for by the same step
+        receive(member.parameter, part.to(local_of(member.parameter).device).contiguous())

@@ -9,6 +9,7 @@ the object that the optimizer holds by where it hangs: `Homes`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -94,7 +95,7 @@ class Layout:
     split: bool
     local: tuple[int, ...]
 
-    @property
+    @functools.cached_property
     def ranks(self) -> int:
         """How many ranks share it out."""
         return self.mesh.size(self.shard[0]) if self.shard else 1
@@ -104,7 +105,7 @@ class Layout:
         """Dimension along which it is cut."""
         return self.shard[1] if self.shard else 0
 
-    @property
+    @functools.cached_property
     def padded(self) -> int:
         """Elements of the largest part: parts are padded to it, as `torch.chunk` would cut them."""
         if not self.piece:
@@ -163,6 +164,11 @@ def as_gradient(local: Tensor, parameter: Tensor) -> Tensor:
         gradient = torch.empty_like(parameter, requires_grad=False)
         local_of(gradient).copy_(local)
         return gradient
+    spec = getattr(parameter, "_spec", None)
+    if spec is not None and local.dtype == parameter.dtype:
+        return DTensor(
+            local, spec, requires_grad=False
+        )  # as FSDP2 makes its own; from_local takes many times as long
     return DTensor.from_local(
         local,
         parameter.device_mesh,  # type: ignore[attr-defined]

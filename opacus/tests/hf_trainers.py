@@ -56,7 +56,9 @@ _ARGUMENTS: dict[str, Any] = {
 def arguments(kind: type, **changes: Any) -> Any:
     """Of one trainer class, in a folder of its own."""
     args = kind(**{"output_dir": tempfile.mkdtemp(), **_ARGUMENTS, **changes})
-    args._n_gpu = min(args.n_gpu, 1)  # on a machine of several GPUs too; trainers refuse several when they are made
+    args._n_gpu = min(
+        args.n_gpu, 1
+    )  # on a machine of several GPUs too; trainers refuse several when they are made
     return args
 
 
