@@ -59,9 +59,10 @@ def test_empty_batches_and_several_physical_batches(two_ranks, rows, mode):
     assert error(two_ranks, rows=rows, mode=mode) < EXACT
 
 
-@pytest.mark.parametrize("cap", [1, 100])
-def test_the_size_of_buckets_changes_nothing(two_ranks, cap):
-    assert error(two_ranks, cap=cap) < EXACT
+@pytest.mark.parametrize("small", [None, 0, 8])
+@pytest.mark.parametrize("cap", [1, 100, None])
+def test_the_size_of_buckets_and_how_they_are_packed_change_nothing(two_ranks, cap, small):
+    assert error(two_ranks, cap=cap, small=small) < EXACT
 
 
 @pytest.mark.parametrize("options", ["keep gathered", "columns", "explicit"])
@@ -99,6 +100,11 @@ def test_more_ranks_than_some_parameters_have_rows(four_ranks, wrap, mode):
 @pytest.mark.parametrize("rows", [((2, 1),), ((2, 0), (1, 1), (0, 0))], ids=str)
 def test_hsdp(four_ranks, rows, reduction, mode):
     assert error(four_ranks, kind="hsdp", rows=rows, reduction=reduction, mode=mode) < EXACT
+
+
+@pytest.mark.parametrize("mode", ["bk", "ghost_fsdp"])
+def test_replicas_of_one_rank_each(two_ranks, mode):
+    assert error(two_ranks, kind="hsdp", mode=mode, rows=((3, 2), (0, 1))) < EXACT
 
 
 def test_adaptive_clipping_counts_the_samples_of_all_ranks(two_ranks):

@@ -231,6 +231,7 @@ def update_error(
     clip: float = 0.3,
     options: dict[str, Any] | None = None,
     cap: int | None = None,
+    small: int | None = None,
     prefetch: bool = False,
     device: str = "cpu",
     **build_options: Any,
@@ -239,6 +240,7 @@ def update_error(
 
     Args:
         rows: for each physical batch, the rows of each rank (repeated as needed).
+        cap: elements of a bucket. small: elements up to which parts are copied into it together.
     """
     from opacus.distributed import scatter
 
@@ -274,11 +276,13 @@ def update_error(
         at = start + sum(batch[:rank])
         batches.append(ids[at : at + batch[rank]])
         start += sum(batch)
-    usual, scatter.BUCKET_ELEMENTS = scatter.BUCKET_ELEMENTS, cap or scatter.BUCKET_ELEMENTS
+    usual = scatter.BUCKET_ELEMENTS, scatter._SMALL
+    scatter.BUCKET_ELEMENTS = cap or scatter.BUCKET_ELEMENTS
+    scatter._SMALL = scatter._SMALL if small is None else small
     try:
         private.step(batches)
     finally:
-        scatter.BUCKET_ELEMENTS = usual
+        scatter.BUCKET_ELEMENTS, scatter._SMALL = usual
     after = parameters_of(model)
     before = {name: p.to(after[name].device) for name, p in before.items()}
     reference = {name: g.to(after[name].device) for name, g in reference.items()}
