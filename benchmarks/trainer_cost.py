@@ -7,8 +7,8 @@
 The model is laid over the GPUs by Accelerate's device_map in equal shares (`--gpus N` takes the first N). Weights are random: cost
 does not depend on them. Ordinary and private runs alternate in one process; each trains for `--steps` steps after two that are not
 counted, on the same data. A step of the private run has as many records on average (`--records`), drawn by Poisson sampling; speed is
-in records, so that the sizes drawn do not matter. Attention by cuDNN is off in both: it plans for each new number of rows anew, a
-tenth of a second each, which a short run with batches of many sizes would be charged for. Writes a table (standard output) and results.json. Needs 'opacus[hf]'.
+in records, so that the sizes drawn do not matter. Attention by cuDNN is off in both: it plans for each new number of rows anew, which
+a short run with batches of many sizes would be charged for. Writes a table (standard output) and results.json. Needs 'opacus[hf]'.
 """
 
 from __future__ import annotations
