@@ -1,8 +1,9 @@
 """Autocast: keep a layer's input as the layer multiplies it, not wider.
 
-Under autocast a linear layer or a convolution casts a float32 input before it multiplies. What it saw is the copy, and the
-copy is what autograd keeps and takes weight gradients of. Casting where the call is captured, rather than within the
-layer, keeps that one tensor: of half the size, and of the backprops' own dtype.
+Under autocast a linear layer casts a float32 input before it multiplies. What it saw is the copy, and the copy is what autograd
+keeps and takes weight gradients of. Casting where the call is captured, rather than within the layer, keeps that one
+tensor: of half the size, and of the backprops' own dtype. Products of such pairs have float32 results. Convolutions, whose
+rows' gradients would come in the inputs' reduced precision, keep their input as it is.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opacus.grad_sample.conv import CONV
 from opacus.grad_sample.hf_conv1d import HF_CONV1D, meet
 from opacus.grad_sample.linear import LINEAR
 from opacus.grad_sample.rules import builtin_rule
@@ -38,6 +38,6 @@ def as_multiplied(
     if sampled_by_user(type(layer)):  # who is used to the inputs as they come
         return None
     meet(layer)
-    if builtin_rule(layer, tuple(layer._parameters)) not in (LINEAR, CONV, HF_CONV1D):
+    if builtin_rule(layer, tuple(layer._parameters)) not in (LINEAR, HF_CONV1D):
         return None
     return (x.to(torch.get_autocast_dtype(x.device.type)),), {}

@@ -84,7 +84,7 @@ def refuse_if_captured(root: nn.Module) -> None:
 
 
 class Capture:
-    """Hooks on every layer of `root` that uses parameters of its own.
+    """Hooks on every layer of `root` that uses parameters of its own, from the first forward on in which one of these trains.
 
     Args:
         root: the model.
@@ -187,7 +187,8 @@ class Capture:
         return self._handles
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters of the hooked layers, as they are now; those of layers and adapters added since are none of them."""
+        """Parameters of the layers that were there when hooks were attached, frozen ones too, as they are now; those of layers and
+        adapters added since are none of them."""
         for slot in self._slots:
             if slot.parameter is not None:
                 yield slot.parameter

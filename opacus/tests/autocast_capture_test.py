@@ -48,7 +48,7 @@ def seen_by(layer: nn.Module, x: Tensor, autocast: bool = True) -> list[Tensor]:
     return seen.inputs
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", ["linear", "one position"])
 def test_a_multiplying_layer_is_captured_with_the_copy_that_it_multiplied(kind: str) -> None:
     layer, shape = LAYERS[kind]
     x = torch.randn(shape)
@@ -62,6 +62,12 @@ def test_without_autocast_nothing_is_cast(kind: str) -> None:
     layer, shape = LAYERS[kind]
     x = torch.randn(shape)
     (kept,) = seen_by(layer, x, autocast=False)
+    assert torch.equal(kept, x)
+
+
+def test_a_convolution_keeps_its_input_whose_gradients_stay_in_float32() -> None:
+    x = torch.randn(4, 2, 5, 5)
+    (kept,) = seen_by(nn.Conv2d(2, 3, 3), x)
     assert torch.equal(kept, x)
 
 
@@ -89,6 +95,30 @@ def test_a_users_own_sampler_is_given_inputs_as_they_come(
     x = torch.randn(4, 3, 6)
     (kept,) = seen_by(nn.Linear(6, 5), x)
     assert torch.equal(kept, x)
+
+
+def test_hugging_faces_conv1d_is_captured_with_the_copy_too() -> None:
+    utilities = pytest.importorskip("transformers.pytorch_utils", reason="needs Transformers (extra hf)")
+    x = torch.randn(4, 3, 6)
+    (kept,) = seen_by(utilities.Conv1D(5, 6), x)
+    assert torch.equal(kept, x.bfloat16())
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradients_of_a_convolution_under_autocast_are_float32(transposed: bool) -> None:
+    """The layer is linear in its input: kernel element (k, l) gets the sum over positions of backprop times shifted input."""
+    x = torch.randn(5, 2, 6, 6)
+    layer = nn.ConvTranspose2d(2, 3, 3) if transposed else nn.Conv2d(2, 3, 3)
+    weight = torch.randn(5, 3, *((8, 8) if transposed else (4, 4))).bfloat16()
+    private = GradSampleModule(layer, loss_reduction="sum")
+    with torch.autocast("cpu", torch.bfloat16):
+        out = private(x)
+    (out.float() * weight.float()).sum().backward()
+    wide, narrow = (weight.double(), x.double()) if transposed else (x.double(), weight.double())
+    patches = wide.unfold(2, 3, 1).unfold(3, 3, 1)  # [B, channels, rows, columns, 3, 3]
+    expected = torch.einsum("bors,birskl->boikl", narrow, patches)
+    assert layer.weight.grad_sample.dtype == torch.float32
+    assert torch.allclose(layer.weight.grad_sample.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", LAYERS)

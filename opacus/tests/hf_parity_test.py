@@ -39,6 +39,19 @@ def gradients_of(name: str, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]
     return own_gradients(make_trainer(name, prepare=lambda model: model.to(dtype)))
 
 
+def clipped_to(bound: float, trainer):
+    """The trainer made private, without noise."""
+    return make_trainer_private(
+        trainer,
+        noise_multiplier=0.0,
+        delta=1e-5,
+        max_grad_norm=bound,
+        expected_batch_size=EXPECTED,
+        accountant="rdp",
+        seed=6,
+    )
+
+
 def error_of_one_step(
     name: str, *, dtype: torch.dtype = torch.float32, prepare=None, **changes: object
 ) -> float:
@@ -53,15 +66,7 @@ def error_of_one_step(
     bound = statistics.median(map(norm, gradients))  # half of the records are clipped
     trainer = make_trainer(name, prepare=prepared, **changes)
     before = trainable(trainer)
-    make_trainer_private(
-        trainer,
-        noise_multiplier=0.0,
-        delta=1e-5,
-        max_grad_norm=bound,
-        expected_batch_size=EXPECTED,
-        accountant="rdp",
-        seed=6,
-    )
+    clipped_to(bound, trainer)
     records = drawn(trainer)
     assert len(records) == 8
     trainer.train()
@@ -142,15 +147,7 @@ def test_a_record_whose_loss_is_nan_leaves_the_others_as_they_are():
     gradients = own_gradients(make_trainer(name), [2, 3])
     bound = 1.2 * max(norm(g) for g in gradients)  # so that a changed scale is not clipped away
 
-    trainer = make_trainer_private(
-        make_trainer(name, per_device_train_batch_size=3),
-        noise_multiplier=0.0,
-        delta=1e-5,
-        max_grad_norm=bound,
-        expected_batch_size=EXPECTED,
-        accountant="rdp",
-        seed=6,
-    )
+    trainer = clipped_to(bound, make_trainer(name, per_device_train_batch_size=3))
     trainer.desirable_weight = torch.tensor([torch.nan, 1.0])  # records 1 and 2 are the desirable ones
     found = summed_gradient(trainer, [1, 2, 3])
     assert largest_error(found, clipped_sum(gradients, bound)) < 2e-6

@@ -231,7 +231,10 @@ def _check_isolation(trainer: Any, probe: _Probe, contract: LossContract, shake:
 
 
 def _shown(trainer: Any) -> int:
-    """How many records the search for dependence takes at once: in float32, no more memory than a step's batch in bf16."""
+    """How many records the search for dependence takes at once: in float32 about the memory of a step's batch in bf16.
+
+    It needs some beside the one that is changed, so where steps take few records it takes more memory than they do.
+    """
     return max(_TOGETHER, trainer.args.per_device_train_batch_size // 2)
 
 
