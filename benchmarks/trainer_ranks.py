@@ -62,9 +62,12 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{options.ranks} ranks need as many GPUs, this machine has {options.gpus}")
     options.out.mkdir(parents=True, exist_ok=True)
     given = list(sys.argv[1:] if argv is None else argv)
-    rows = [row for ranks in (1, options.ranks) for row in launch(ranks, given, options)]
-    for row in rows:
-        say(row)
+    rows: list[dict[str, Any]] = []
+    for ranks in (1, options.ranks):
+        found = launch(ranks, given, options)
+        rows += found
+        for row in found:
+            say(row)
     about = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -5,7 +5,7 @@ A tensor belongs to the samples if its batch dimension has one entry for each sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -46,15 +46,16 @@ class Samples:
 
         return map_tensors(change, self.batch)
 
-    def without(self, sample: int) -> Any:
-        """The batch with one sample less."""
+    def only(self, samples: Collection[int]) -> Any:
+        """The batch with these samples alone, in its order."""
+        kept = torch.tensor(sorted(samples))
 
         def change(leaf: Tensor) -> Tensor:
             index = self._index(leaf)
             if index is None:
                 return leaf
-            others = (index != sample).nonzero().squeeze(1)
-            return leaf.index_select(self._dim(leaf), others.to(leaf.device))
+            rows = torch.isin(index, kept).nonzero().squeeze(1)
+            return leaf.index_select(self._dim(leaf), rows.to(leaf.device))
 
         return map_tensors(change, self.batch)
 

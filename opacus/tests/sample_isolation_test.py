@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 from typing import Any
 
@@ -18,6 +19,7 @@ from opacus import PrivacyEngine
 from opacus.errors import ConfigurationError, PerSampleGradientError
 from opacus.grad_sample import GradSampleHooks, GradSampleModule, RowsPerSample, wrap_model
 from opacus.testing import check_sample_isolation, spread
+from opacus.testing.deterministic import deterministic_kernels
 from opacus.testing.undisturbed import Undisturbed
 
 N, T, V, D = 6, 5, 11, 8
@@ -445,3 +447,98 @@ def test_bad_requests_are_named(options, said):
 def test_a_batch_of_unknown_form_needs_a_loss():
     with pytest.raises(ConfigurationError, match="isolation_loss"):
         private(mlp(), TensorDataset(vectors()[0]), check_isolation=True)
+
+
+class RoundsBySize(nn.Module):
+    """As kernels that are chosen by the size of a batch do: the last place of each number depends on it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        pattern = torch.arange(x.shape[-1], device=x.device).add(len(x)).mul(2.3).sin()
+        return x * (1 + torch.finfo(x.dtype).eps * pattern).to(x.dtype)
+
+
+def deep(dtype: torch.dtype) -> nn.Sequential:
+    """Small differences grow from layer to layer."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(24):
+        layer = nn.Linear(32, 32)
+        nn.init.normal_(layer.weight, std=2 / 32**0.5)
+        layers += [layer, nn.Tanh(), RoundsBySize()]
+    return nn.Sequential(nn.Linear(D, 32), *layers, nn.Linear(32, 3)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_that_grows_over_many_layers_is_no_dependence(dtype):
+    x, y = vectors()
+    model, batch = deep(dtype), (x.to(dtype), y)
+    check_sample_isolation(model, classify, batch)
+    with torch.no_grad():  # and it is much
+        whole, few = model(batch[0])[:2].float(), model(batch[0][:2]).float()
+    assert float((whole - few).norm() / whole.norm()) > 10 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_16_bits_too_a_wrong_reduction_is_found(dtype):
+    x, y = vectors()
+    model = mlp().to(dtype)
+    said = refused(model, classify, (x.to(dtype), y), loss_reduction="sum")
+    assert "with loss_reduction='sum' the loss must be the sum" in said
+    check_sample_isolation(model, classify, (x.to(dtype), y), loss_reduction="mean")
+
+
+def test_a_loss_that_leaves_the_last_sample_of_a_batch_out_is_found_in_16_bits():
+    x, y = vectors()
+    losses = lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none")  # noqa: E731
+    refused(
+        mlp().bfloat16(),
+        lambda m, b: losses(m, b)[:-1].sum(),
+        (x.bfloat16(), y),
+        loss_reduction="sum",
+    )
+
+
+def test_deterministic_kernels_leave_the_process_as_it_was(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    for mode in ("default", "warn"):
+        torch.set_deterministic_debug_mode(mode)
+        try:
+            before = torch.get_deterministic_debug_mode()
+            with pytest.raises(KeyError), deterministic_kernels():
+                assert torch.are_deterministic_algorithms_enabled()
+                assert not torch.is_deterministic_algorithms_warn_only_enabled()
+                assert "CUBLAS_WORKSPACE_CONFIG" in os.environ
+                raise KeyError
+            assert torch.get_deterministic_debug_mode() == before
+            assert torch.utils.deterministic.fill_uninitialized_memory
+            assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+        finally:
+            torch.set_deterministic_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_models_whose_kernels_have_no_deterministic_form_are_checked_too(dtype):
+    torch.manual_seed(0)
+    pooled = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(3), nn.Flatten(), nn.Linear(36, 3))
+    attends = Attends()
+    for model, x in ((pooled, torch.randn(N, 3, 9, 9)), (attends, torch.randn(N, 64, 32))):
+        batch = x.to("cuda", dtype), torch.randint(0, 3, (N,), device="cuda")
+        check_sample_isolation(model.to("cuda", dtype), classify, batch)
+        refused(model, classify, batch, loss_reduction="sum")
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+class Attends(nn.Module):
+    """Attention, whose backward on GPUs adds up in an order of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(32, 96) for _ in range(12))
+        self.head = nn.Linear(32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            q, k, v = block(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+            x = x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.head(x.mean(1))
