@@ -1,8 +1,8 @@
 """Clipped sums of sharded models: each rank forms those of its own samples, and receives its part of everyone's.
 
-Buckets of consecutive parameters with one layout, up to a cap; one whole gradient at a time lies next to a bucket, so that
-no rank ever holds the gradients of the whole model. One reduce-scatter for each bucket, one all-reduce for each axis over which
-parameters are repeated (HSDP). Always sums, in at least float32: nothing depends on how many ranks there are.
+Buckets of parameters with one layout and shape, small ones of all shapes together, up to a cap: their gradients are formed in
+few launches, and no rank ever holds the gradients of the whole model. One reduce-scatter for each bucket, one all-reduce for each
+axis over which parameters are repeated (HSDP). Always sums, in at least float32: nothing depends on how many ranks there are.
 
 Every rank walks the same parameters in the same order, whatever its own samples used.
 """
@@ -17,19 +17,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from opacus.devices import computing_device
 from opacus.distributed.groups import lost_rank
-from opacus.distributed.sharding import Layout, axes_of, is_sharded, layout_of, local_of
+from opacus.distributed.sharding import Layout, Layouts, axes_of, is_sharded
 
 __all__ = ["BUCKET_ELEMENTS", "reduce_to_shards", "sum_over_data_ranks"]
 
 # the name that newer versions of torch prefer
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-BUCKET_ELEMENTS = 1 << 24  # 64 MiB of float32: large enough for full bandwidth, small next to a gradient
-_SMALL = 1 << 14  # elements; of norm layers and biases
+BUCKET_ELEMENTS = 1 << 25  # 128 MiB of float32: a few matrices of one shape, small next to a model
+_SMALL = 1 << 14  # elements: parameters up to that travel with others of any shape
 
 
 @dataclass
@@ -50,20 +51,21 @@ class _Travelling:
 
 def reduce_to_shards(
     parameters: Sequence[Tensor],
-    form: Callable[[Tensor], Tensor | None],
+    form: Callable[[Sequence[Tensor]], Sequence[Tensor | None]],
     receive: Callable[[Tensor, Tensor], None],
+    layouts: Layouts,
     *,
-    model_axes: Collection[Any] = (),
     cap: int | None = None,
 ) -> None:
     """Add up gradients over all data-parallel ranks; each rank receives its own part. Collective.
 
     Args:
         parameters: sharded parameters, the same on every rank and in the same order.
-        form: this rank's gradient of a parameter, in the shape of its layout's piece; None for zero. Asked once for each.
+        form: this rank's gradients of the parameters of a bucket, each in the shape of its layout's piece; None for zero. Asked
+            once for each.
         receive: called with each parameter and this rank's part of the sum, a plain tensor of the local part's shape, on its
             device, at least float32.
-        model_axes: names of the mesh axes that are tensor parallel: nothing is added up over them.
+        layouts: of the parameters; nothing is added up over their tensor-parallel axes.
         cap: elements of a bucket; `BUCKET_ELEMENTS` by default.
 
     Raises:
@@ -73,7 +75,7 @@ def reduce_to_shards(
         Each rank's gradient enters the sum exactly once, with factor 1.
     """
     on_its_way: _Travelling | None = None
-    for members in _buckets(parameters, model_axes, BUCKET_ELEMENTS if cap is None else cap):
+    for members in _buckets(parameters, layouts, BUCKET_ELEMENTS if cap is None else cap):
         travelling = _send(members, form)  # while the bucket before is on its way
         if on_its_way is not None:
             _arrive(on_its_way, receive)
@@ -99,34 +101,37 @@ def sum_over_data_ranks(
     return total
 
 
-def _buckets(parameters: Sequence[Tensor], model_axes: Collection[Any], cap: int) -> Iterator[list[_Member]]:
-    bucket: list[_Member] = []
-    last, room = None, 0
+def _buckets(parameters: Sequence[Tensor], layouts: Layouts, cap: int) -> Iterator[list[_Member]]:
+    alike: dict[Any, list[_Member]] = {}
     for parameter in parameters:
-        layout = layout_of(parameter, model_axes)
+        layout = layouts.of(parameter)
         axis = layout.shard[0] if layout.shard else None
-        key = (layout.mesh, axis, layout.copies, _dtype(parameter), parameter.device)
-        size = layout.padded * layout.ranks
-        if bucket and (key != last or room < size):
-            yield bucket
-            bucket = []
-        if not bucket:
-            last, room = key, cap
-        bucket.append(_Member(parameter, layout))
-        room -= size
-    if bucket:
+        shape = layout.piece if layout.padded * layout.ranks > _SMALL else ()
+        key = (layout.mesh, axis, layout.copies, _dtype(parameter), layout.device, shape)
+        alike.setdefault(key, []).append(_Member(parameter, layout))
+    for members in alike.values():
+        bucket, room = [members[0]], cap - _size(members[0])
+        for member in members[1:]:
+            if room < _size(member):
+                yield bucket
+                bucket, room = [], cap
+            bucket.append(member)
+            room -= _size(member)
         yield bucket
+
+
+def _size(member: _Member) -> int:
+    return member.layout.padded * member.layout.ranks
 
 
 def _dtype(parameter: Tensor) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
-def _send(members: list[_Member], form: Callable[[Tensor], Tensor | None]) -> _Travelling:
+def _send(members: list[_Member], form: Callable[[Sequence[Tensor]], Sequence[Tensor | None]]) -> _Travelling:
     first = members[0]
-    ranks, dtype = first.layout.ranks, _dtype(first.parameter)
-    flat = _packed(members, form, ranks, dtype)
-    if ranks == 1:
+    flat = _packed(members, form([member.parameter for member in members]))
+    if first.layout.ranks == 1:
         return _Travelling(members, flat, flat[0], None)
     received = flat.new_empty(flat.shape[1])
     group = first.layout.mesh.get_group(first.layout.shard[0])  # type: ignore[index]
@@ -135,40 +140,32 @@ def _send(members: list[_Member], form: Callable[[Tensor], Tensor | None]) -> _T
     return _Travelling(members, flat, received, work)
 
 
-def _packed(
-    members: list[_Member], form: Callable[[Tensor], Tensor | None], ranks: int, dtype: torch.dtype
-) -> Tensor:
-    """`[ranks, elements]`: row r is what rank r holds of each member, padded as `torch.chunk` cuts."""
-    alone = members[0]
-    if len(members) == 1 and alone.layout.piece and alone.layout.piece[alone.layout.dim] % ranks == 0:
-        grad = form(alone.parameter)
-        if grad is not None:  # a large one travels as it is
-            return grad.to(dtype).movedim(alone.layout.dim, 0).reshape(ranks, -1)
-        return _zeros(alone, ranks, alone.layout.padded, dtype)
-    flat = _zeros(alone, ranks, sum(member.layout.padded for member in members), dtype)
-    start = 0
-    there: list[Tensor] = []
-    small: list[Tensor] = []  # copied in one launch
-    for member in members:
-        grad = form(member.parameter)
-        if grad is not None:
-            rows = grad.movedim(member.layout.dim, 0) if grad.dim() else grad.view(1)
-            for r, part in enumerate(rows.split(max(1, -(-rows.shape[0] // ranks)))):
-                place = flat[r, start : start + part.numel()].view(part.shape)
-                if part.numel() <= _SMALL:
-                    there.append(place)
-                    small.append(part)
-                else:
-                    place.copy_(part)
-        start += member.layout.padded
-        del grad
-    if small:
-        torch._foreach_copy_(there, small)
-    return flat
+def _packed(members: list[_Member], gradients: Sequence[Tensor | None]) -> Tensor:
+    """`[ranks, elements]`: row r is what rank r holds of each member."""
+    rows = [
+        _zeros(member) if grad is None else _by_rank(grad, member)
+        for member, grad in zip(members, gradients, strict=True)
+    ]
+    return torch.cat(rows, dim=1) if len(rows) > 1 else rows[0].contiguous()
 
 
-def _zeros(member: _Member, ranks: int, width: int, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(ranks, width, dtype=dtype, device=computing_device(member.parameter))
+def _by_rank(grad: Tensor, member: _Member) -> Tensor:
+    """`[ranks, elements]`, each rank's part padded to the largest, as `torch.chunk` cuts."""
+    layout = member.layout
+    grad = grad.to(_dtype(member.parameter))
+    if layout.dim:
+        grad = grad.movedim(layout.dim, 0)
+    missing = layout.padded * layout.ranks - grad.numel()
+    if missing:
+        grad = F.pad(grad.reshape(-1), (0, missing))
+    return grad.reshape(layout.ranks, layout.padded)
+
+
+def _zeros(member: _Member) -> Tensor:
+    layout, parameter = member.layout, member.parameter
+    return torch.zeros(
+        layout.ranks, layout.padded, dtype=_dtype(parameter), device=computing_device(parameter)
+    )
 
 
 @contextlib.contextmanager
@@ -192,8 +189,9 @@ def _arrive(bucket: _Travelling, receive: Callable[[Tensor, Tensor], None]) -> N
     parts = received.split([member.layout.padded for member in bucket.members])
     for member, part in zip(bucket.members, parts, strict=True):
         local, dim = member.layout.local, member.layout.dim
-        moved = (local[dim], *local[:dim], *local[dim + 1 :]) if local else ()
-        part = part[: math.prod(local)].view(moved)
-        part = part.movedim(0, dim) if local else part
+        if part.numel() > math.prod(local):
+            part = part[: math.prod(local)]
+        if dim:
+            part = part.view(local[dim], *local[:dim], *local[dim + 1 :]).movedim(0, dim).contiguous()
         # views share the bucket: all of it is waited for by the same step
-        receive(member.parameter, part.to(local_of(member.parameter).device).contiguous())
+        receive(member.parameter, part.view(local).to(member.layout.device))

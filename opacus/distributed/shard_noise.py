@@ -26,6 +26,7 @@ from opacus.optimizers.noise import SecureNoise
 __all__ = ["ShardNoise"]
 
 _SEEDS = 2**32  # what a CPU generator can tell apart
+_DRAWN_TOGETHER = 2**25  # elements: launching takes longer than drawing a small tensor
 
 
 class ShardNoise:
@@ -73,14 +74,30 @@ class ShardNoise:
 
     # ------------------------------------------------------------------ drawing
 
-    def normal_for(self, parameter: Tensor, like: Tensor, std: float, dtype: torch.dtype) -> Tensor:
-        """Draws from N(0, std^2) for this rank's part of `parameter`.
+    def normals_for(
+        self, parameters: Sequence[Tensor], likes: Sequence[Tensor], std: float, dtypes: Sequence[torch.dtype]
+    ) -> list[Tensor]:
+        """Draws from N(0, std^2) for this rank's parts of `parameters`, those of one stream together in few draws.
 
         Args:
-            like: has the part's shape, and lies where the noise is wanted.
+            likes: have the parts' shapes, and lie where the noise is wanted.
         """
-        repeated = self._repeated_axes(parameter) if self.secure is not None else []
-        return self._draw(repeated, self._key(parameter), like.shape, std, like.device, dtype)
+        if self.secure is not None:
+            return [
+                self._draw(self._repeated_axes(p), 0, like.shape, std, like.device, dtype)
+                for p, like, dtype in zip(parameters, likes, dtypes, strict=True)
+            ]
+        together: dict[tuple[int, torch.device, torch.dtype], list[int]] = {}
+        for i, (p, like, dtype) in enumerate(zip(parameters, likes, dtypes, strict=True)):
+            together.setdefault((self._key(p), like.device, dtype), []).append(i)
+        found: dict[int, Tensor] = {}
+        for (key, device, dtype), members in together.items():
+            for part in _up_to(_DRAWN_TOGETHER, members, [like.numel() for like in likes]):
+                sizes = [likes[i].numel() for i in part]
+                drawn = self._draw([], key, (sum(sizes),), std, device, dtype)
+                for i, values in zip(part, drawn.split(sizes), strict=True):
+                    found[i] = values.view(likes[i].shape)
+        return [found[i] for i in range(len(likes))]
 
     def normal(self, shape: Sequence[int], std: float, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Draws that every rank makes alike (for what is released once, not a part of a parameter)."""
@@ -217,3 +234,17 @@ class ShardNoise:
         same = state["pattern"] == self.pattern
         self.base, self.offset = state["base"], state["offset"] + (0 if same else state["span"])
         self._saved = dict(state["streams"]) if same else {}
+
+
+def _up_to(limit: int, members: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
+    """`members` in runs whose sizes add up to `limit` at most; one that is larger is alone."""
+    run: list[int] = []
+    room = limit
+    for i in members:
+        if run and room < sizes[i]:
+            yield run
+            run, room = [], limit
+        run.append(i)
+        room -= sizes[i]
+    if run:
+        yield run

@@ -24,6 +24,7 @@ from opacus.grad_sample.ownership import Slot
 __all__ = [
     "Homes",
     "Layout",
+    "Layouts",
     "as_gradient",
     "axes_of",
     "is_fsdp",
@@ -85,7 +86,7 @@ class Layout:
         copies: data-parallel mesh axes over which it is repeated (HSDP).
         piece: shape of the gradient that the data-parallel ranks add up: whole, but for tensor parallel's split.
         split: whether tensor parallel splits it.
-        local: shape of this rank's part.
+        local: shape of this rank's part. device: where it lies.
     """
 
     mesh: Any
@@ -94,6 +95,7 @@ class Layout:
     piece: tuple[int, ...]
     split: bool
     local: tuple[int, ...]
+    device: torch.device
 
     @functools.cached_property
     def ranks(self) -> int:
@@ -129,7 +131,7 @@ def layout_of(parameter: Tensor, model_axes: Collection[Any] = ()) -> Layout:
     """
     shape = tuple(parameter.shape)
     if not is_sharded(parameter):
-        return Layout(None, None, (), shape, False, shape)
+        return Layout(None, None, (), shape, False, shape, parameter.device)
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
     shard, copies, split, piece = None, [], False, list(shape)
     for d, (axis, placement) in enumerate(zip(axes_of(mesh), placements, strict=True)):
@@ -143,14 +145,42 @@ def layout_of(parameter: Tensor, model_axes: Collection[Any] = ()) -> Layout:
             copies.append(d)
         else:
             shard = (d, placement.dim)
-    local = tuple(parameter.to_local().shape)  # type: ignore[attr-defined]
-    return Layout(mesh, shard, tuple(copies), tuple(piece), split, local)
+    local = local_of(parameter)
+    return Layout(mesh, shard, tuple(copies), tuple(piece), split, tuple(local.shape), local.device)
+
+
+class Layouts:
+    """Layouts of parameters, looked at again only where one was sharded or moved since.
+
+    Args:
+        model_axes: names of the mesh axes that are tensor parallel.
+    """
+
+    def __init__(self, model_axes: Collection[Any] = ()) -> None:
+        self.model_axes = model_axes
+        self._known: dict[int, tuple[Tensor, Any, Layout]] = {}
+
+    def of(self, parameter: Tensor) -> Layout:
+        """As `layout_of`."""
+        spec = getattr(parameter, "_spec", None)
+        known = self._known.get(id(parameter))
+        if known is not None:
+            same, its_spec, layout = known
+            if same is parameter and its_spec is spec and layout.device == parameter.device:
+                return layout
+        layout = layout_of(parameter, self.model_axes)
+        self._known[id(parameter)] = parameter, spec, layout
+        return layout
 
 
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's part, sharing memory."""
+    if not is_sharded(tensor):
+        return tensor
+    if not torch.is_grad_enabled():
+        return tensor.to_local()  # type: ignore[attr-defined]
     with torch.no_grad():
-        return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+        return tensor.to_local()  # type: ignore[attr-defined]
 
 
 def as_gradient(local: Tensor, parameter: Tensor) -> Tensor:
@@ -187,13 +217,14 @@ class Homes:
     def refresh(self) -> None:
         """Look again: modules may have been replaced, or converted to another dtype."""
         reshard(self.root)
-        self.names = dict(self.root.named_parameters())
         self._by_place = {
             (id(module), key): p
             for module in self.root.modules()
             for key, p in module._parameters.items()
             if p is not None
         }
+        # in the order of named_parameters, each once
+        self.parameters = list({id(p): p for p in self._by_place.values()}.values())
 
     def of(self, slot: Slot) -> nn.Parameter | None:
         """The parameter at rest that hangs where `slot` says."""
@@ -202,13 +233,17 @@ class Homes:
 
     def clear_grads(self) -> None:
         """Forget gradients of an earlier step, so that one that appears is known to be of this backward."""
-        for p in self.names.values():
+        for p in self.parameters:
             if p.requires_grad:
                 p.grad = None
 
     def with_plain_gradient(self) -> list[str]:
         """Names of parameters that FSDP gave a gradient of its own."""
-        return [name for name, p in self.names.items() if p.requires_grad and p.grad is not None]
+        found = {id(p) for p in self.parameters if p.requires_grad and p.grad is not None}
+        if not found:
+            return []
+        reshard(self.root)
+        return [name for name, p in self.root.named_parameters() if id(p) in found]
 
 
 def sharded_findings(model: nn.Module, grad_sample_mode: str, model_axes: Collection[Any] = ()) -> list[str]:

@@ -18,7 +18,7 @@ from opacus.grad_sample.kept import Kept, KeptPositions, KeptProduct, KeptRows, 
 from opacus.grad_sample.products import scaled_products
 from opacus.grad_sample.tensor_axis import TensorAxis
 
-__all__ = ["Block", "clipped_sums", "is_small", "joined", "take_norms"]
+__all__ = ["Block", "clipped_sums", "is_small", "joined", "scaling_budget", "take_norms"]
 
 # scaled copies of this share of what is kept, at most, exist at a time
 _SHARE = 32
@@ -90,13 +90,20 @@ def take_norms(blocks: Sequence[Block], scale: float, axis: TensorAxis) -> None:
             block.norm_B = norm_B
 
 
-def clipped_sums(blocks: Sequence[Block], factors: Sequence[Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+def scaling_budget(blocks: Sequence[Block]) -> int:
+    """Bytes that scaled copies of what is kept may take at a time."""
+    return sum(product.pair_bytes for block in blocks if (product := _product(block)) is not None) // _SHARE
+
+
+def clipped_sums(
+    blocks: Sequence[Block], factors: Sequence[Tensor], budget: int
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """The clipped sum of each parameter of `blocks`; what they kept is given back on the way.
 
     Args:
         factors: `[B]` for each block, on its device.
+        budget: as `scaling_budget`.
     """
-    budget = sum(product.pair_bytes for block in blocks if (product := _product(block)) is not None) // _SHARE
     alike: dict[object, tuple[Tensor, list[tuple[Block, KeptProduct]]]] = {}
     for block, factor_B in zip(blocks, factors, strict=True):
         product = _product(block)

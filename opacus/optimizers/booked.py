@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from opacus.devices import Placement, computing_device
 from opacus.distributed.scatter import reduce_to_shards
-from opacus.distributed.sharding import is_fsdp, local_of
+from opacus.distributed.sharding import Layouts, is_fsdp, local_of
 from opacus.errors import PerSampleGradientError, raise_if_any
-from opacus.grad_sample.blocks import Block, clipped_sums
+from opacus.grad_sample.blocks import Block, clipped_sums, scaling_budget
 from opacus.grad_sample.book import Book
 from opacus.optimizers.utils import alike, describe
 
@@ -27,7 +27,7 @@ _SHARDED_SINCE = "; was it sharded since? Shard first, opacus.distributed.fsdp.f
 
 
 class Sums:
-    """One backward's clipped sums, each formed when it is asked for: no more than one exists besides those that are small.
+    """One backward's clipped sums, formed when they are asked for: those that were not yet exist as what they follow from.
 
     Args:
         formed: sums that are there already.
@@ -40,6 +40,7 @@ class Sums:
         blocks: Sequence[Block],
         factors: Sequence[Tensor],
     ) -> None:
+        self.budget = scaling_budget(blocks)
         self._formed = {id(parameter): total for parameter, total in formed}
         self._waiting = {
             id(p): (block, factor_B)
@@ -47,13 +48,18 @@ class Sums:
             for p in block.parameters
         }
 
-    def of(self, parameter: Tensor) -> Tensor | None:
-        """The sum of `parameter`, once; None where the batch did not use it."""
-        block, factor_B = self._waiting.pop(id(parameter), (None, None))
-        if block is not None and factor_B is not None and id(parameter) not in self._formed:
-            totals = block.clipped(factor_B)
-            self._formed.update(zip(map(id, block.parameters), totals, strict=True))
-        return self._formed.pop(id(parameter), None)
+    def of(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """The sums of `parameters`, each once; None where the batch did not use one."""
+        asked = [self._waiting[id(p)] for p in parameters if id(p) in self._waiting]
+        found = list({id(block): (block, factor_B) for block, factor_B in asked}.values())
+        del asked  # what is summed is given back at once
+        blocks, factors = [block for block, _ in found], [factor_B for _, factor_B in found]
+        for block in blocks:
+            for p in block.parameters:
+                del self._waiting[id(p)]
+        for p, total in clipped_sums(blocks, factors, self.budget):
+            self._formed[id(p)] = total
+        return [self._formed.pop(id(p), None) for p in parameters]
 
 
 class BookedSums:
@@ -74,6 +80,7 @@ class BookedSums:
         self.backwards = 0  # since the last step
         self.iterations = 1  # of the last step
         self._fresh: dict[int, Tensor] = {}
+        self._layouts = Layouts(book.axis.names)
         self.listen()
 
     def listen(self) -> None:
@@ -104,16 +111,18 @@ class BookedSums:
         if book.homes is not None:
             sums = Sums(formed, blocks, factors)
             del formed  # so that each is given back as it leaves
-            reduce_to_shards(self._in_order(), sums.of, self._add, model_axes=book.axis.names)
+            reduce_to_shards(self._in_order(), sums.of, self._add, self._layouts)
             return
-        for parameter, total in itertools.chain(formed, clipped_sums(blocks, factors)):
+        for parameter, total in itertools.chain(
+            formed, clipped_sums(blocks, factors, scaling_budget(blocks))
+        ):
             self._add(parameter, total)
 
     def _in_order(self) -> list[nn.Parameter]:
         """The optimizer's parameters in the order that is the same on every rank: the model's."""
         assert self.book.homes is not None
         wanted = {id(p) for p in self.optimizer.params}
-        return [p for p in self.book.homes.names.values() if id(p) in wanted]
+        return [p for p in self.book.homes.parameters if id(p) in wanted]
 
     def add_nothing(self) -> None:
         """A physical batch without samples, which needs no backward."""

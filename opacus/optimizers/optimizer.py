@@ -692,10 +692,7 @@ def _drawn_for(
     if isinstance(stream, NoiseStream):
         return stream.normals([(total.shape, total.device, sq_norm_dtype(total)) for total in sums], std)
     if isinstance(stream, ShardNoise):
-        return [
-            stream.normal_for(p, total, std, sq_norm_dtype(total))
-            for p, total in zip(parameters, sums, strict=True)
-        ]
+        return stream.normals_for(parameters, sums, std, [sq_norm_dtype(total) for total in sums])
     return [stream.normal(total.shape, std, total.device, sq_norm_dtype(total)) for total in sums]
 
 
