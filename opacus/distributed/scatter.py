@@ -29,7 +29,7 @@ __all__ = ["BUCKET_ELEMENTS", "reduce_to_shards", "sum_over_data_ranks"]
 # the name that newer versions of torch prefer
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-BUCKET_ELEMENTS = 1 << 25  # 128 MiB of float32: a few matrices of one shape, small next to a model
+BUCKET_ELEMENTS = 1 << 26  # 256 MiB of float32: a few matrices of one shape, small next to a model
 _SMALL = 1 << 14  # elements: parameters up to that travel with others of any shape
 
 

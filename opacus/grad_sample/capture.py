@@ -49,6 +49,7 @@ __all__ = ["Capture", "Policy", "refuse_if_captured"]
 logger = logging.getLogger(__name__)
 
 _SPENT = "opacus: captured in"
+_FIRST = (0,)
 _IDLE: tuple[tuple[str, ...], list[nn.Parameter], list[tuple[Tensor, int]]] = ((), [], [])
 _captured_layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -355,12 +356,10 @@ class Capture:
     ) -> Any:
         one = isinstance(output, Tensor)
         outputs, output_structure = ([output], None) if one else tree_flatten(output)
-        differentiable = tuple(
-            i
-            for i, leaf in enumerate(outputs)
-            if isinstance(leaf, Tensor)
-            and leaf.is_floating_point()
-            and (self.detach_weights or leaf.requires_grad)
+        differentiable = (
+            _FIRST
+            if one and self._differentiable(output)
+            else tuple(i for i, leaf in enumerate(outputs) if self._differentiable(leaf))
         )
         if not differentiable:
             return None
@@ -381,6 +380,13 @@ class Capture:
         for i, leaf in zip(differentiable, tapped, strict=True):
             outputs[i] = leaf
         return tree_unflatten(outputs, output_structure)  # type: ignore[arg-type]
+
+    def _differentiable(self, leaf: Any) -> bool:
+        return (
+            isinstance(leaf, Tensor)
+            and leaf.is_floating_point()
+            and (self.detach_weights or leaf.requires_grad)
+        )
 
     # ------------------------------------------------- one outermost backward
 
@@ -542,6 +548,8 @@ def _only_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _versions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Tensor, int]]:
     if not torch.is_grad_enabled():
         return []
+    if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
+        return [] if args[0].is_inference() else [(args[0], args[0]._version)]
     leaves = args if _only_tensors(args, kwargs) else tree_flatten((args, kwargs))[0]
     return [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
 

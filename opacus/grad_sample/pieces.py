@@ -65,7 +65,7 @@ class Piece:
 
 def is_split_tensor(tensor: Any) -> bool:
     """Whether `tensor` is a DTensor (asked without importing torch's module of them)."""
-    return isinstance(tensor, Tensor) and hasattr(tensor, "placements")
+    return type(tensor) is not nn.Parameter and isinstance(tensor, Tensor) and hasattr(tensor, "placements")
 
 
 def axis_of(parameter: Any, where: str) -> tuple[DeviceMesh, int | None]:

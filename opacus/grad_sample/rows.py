@@ -129,9 +129,10 @@ def bags_of(
 
 def takes_ids(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call is given integers: an embedding, or an adapter around one."""
-    return any(
-        isinstance(value, Tensor) and not value.is_floating_point() for value in (*args, *kwargs.values())
-    )
+    for value in args:  # asked of every call: a generator costs more than the question
+        if isinstance(value, Tensor) and not value.is_floating_point():
+            return True
+    return bool(kwargs) and takes_ids(tuple(kwargs.values()), {})
 
 
 def expand_position_ids(

@@ -234,7 +234,7 @@ def _findings(run: _Runs, batch: Any, count: int, least: float) -> list[str]:
         kept = changed.spread_out(2)
         rounding = run.rounding(before, batch, owners)
         few = run(changed.only(kept), len(kept) * run.rule.count)
-        least = max(_OTHER_SHAPE.get(before.lowest, 0.1), tolerance, 3 * rounding)
+        least = max(_OTHER_SHAPE.get(before.lowest, 0.1), tolerance, rounding / 2)
         return _Comparison(before, few, owners, kept, least).problems("presence", run.loss_reduction)
     return []
 
