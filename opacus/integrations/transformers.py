@@ -151,6 +151,7 @@ def make_trainer_private(
             )
             if not isinstance(value, bool)
         ]
+        + _calibration_problems(calibration_records)
         + optimizer_problems(clipping, max_grad_norm, options)
         + trainer_problems(trainer)
         + model_problems(model)
@@ -219,7 +220,7 @@ def _look_and_hook(
     base = base_model(trainer.model)
     head = WholeHead(base) if WholeHead.is_fused(base) else None
     try:
-        records = calibration_records or _some_records(trainer)
+        records = _some_records(trainer) if calibration_records is None else calibration_records
         with contextlib.nullcontext() if ranks is None else alone(trainer):
             contract = find_contract(trainer, records)
         return PrivateRun(trainer.model, plan, contract, head, ranks)
@@ -227,6 +228,17 @@ def _look_and_hook(
         if head is not None:
             head.remove()
         raise
+
+
+def _calibration_problems(records: Any) -> list[str]:
+    if records is None or (
+        hasattr(records, "__len__") and hasattr(records, "__getitem__") and len(records) > 1
+    ):
+        return []
+    return [
+        "calibration_records must be a list of at least 2 records with the data set's columns, not "
+        f"{records if isinstance(records, int) else type(records).__name__}."
+    ]
 
 
 def _some_records(trainer: Any) -> list[Any]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from opacus.distributed import groups, replicas
+from opacus.integrations.hf import ranks as hf_ranks
 from opacus.integrations.transformers import make_trainer_private
 from opacus.tests import hf_tiny as tiny
 from opacus.tests.hf_trainers import LEARNING_RATE, make_trainer, summed_gradient
@@ -248,6 +249,24 @@ def other_records() -> str:
     trainer = make_trainer(GPT2, **ARGUMENTS)
     trainer.train_dataset = trainer.train_dataset.shuffle(seed=dist.get_rank())
     return message_of(lambda: make_trainer_private(trainer, **SETTINGS))
+
+
+def what_ranks_tell_of_records() -> list[Any]:
+    """What goes through the store where two trainers on the same records are made private one after the other."""
+    told: list[Any] = []
+    own = hf_ranks.exchange
+
+    def overheard(message: Any, group: Any, purpose: str) -> list[Any]:
+        told.append(message.get("records") if isinstance(message, dict) else None)
+        return own(message, group, purpose)
+
+    hf_ranks.exchange = overheard
+    try:
+        for _ in range(2):
+            private(GPT2)
+    finally:
+        hf_ranks.exchange = own
+    return [records for records in told if records is not None]
 
 
 def a_loss_that_fails_on_one_rank() -> str:

@@ -79,6 +79,36 @@ def test_parameters_are_those_of_one_process_on_the_same_batches(ranks, name, de
     assert [own["devices"] > 1 for own in together] == [devices > 1] * 2
 
 
+ADAPTIVE = {
+    "clipping": "adaptive",
+    "noise_multiplier": 1e-9,  # this style asks for noise; far below what is compared
+    "target_unclipped_quantile": 0.5,
+    "clipbound_learning_rate": 0.2,
+    "max_clipbound": 10.0,
+    "min_clipbound": 0.01,
+    "unclipped_num_std": 1e-9,
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes"),
+    [
+        ({"clipping": "per_layer", "max_grad_norm": "each"}, {}),
+        ({"clipping": "automatic"}, {}),
+        (ADAPTIVE, {}),
+        (ADAPTIVE, {"bf16": True, "per_device_train_batch_size": 1, "max_steps": 1, "learning_rate": 2.0}),
+    ],
+    ids=["per_layer", "automatic", "adaptive", "adaptive in bf16"],
+)
+def test_every_clipping_style_is_that_of_one_process(ranks, settings, changes):
+    settings = dict(settings)
+    if settings.get("max_grad_norm") == "each":
+        count = sum(p.requires_grad for p in make_trainer(cases.SFT).model.parameters())
+        settings["max_grad_norm"] = [0.05 * (1 + i % 3) for i in range(count)]
+    together = ranks.run(cases.trained, cases.SFT, settings=settings, **changes)
+    assert_alike(together, cases.trained(cases.SFT, settings=settings, **changes))
+
+
 def test_shares_and_batches_without_records_are_steps_like_others(ranks):
     options = {"settings": {"expected_batch_size": 1}, "max_steps": 12}
     together, alone = ranks.run(cases.trained, cases.SFT, **options), cases.trained(cases.SFT, **options)
@@ -233,6 +263,15 @@ def test_orders_are_compared_of_records_that_change_at_each_reading(ranks):
         assert "train_dataset of rank 1 has other records than rank 0's, or in another order" in message
 
 
+def test_digests_of_records_are_salted_with_a_secret_of_the_ranks(ranks):
+    """Whoever reaches the store could find out by trying what a field of few values holds."""
+    told = ranks.run(cases.what_ranks_tell_of_records)
+    assert told[0] == told[1]
+    first, second = told[0]
+    assert first.keys() == second.keys()
+    assert all(digest and digest != second[name] for name, digest in first.items())
+
+
 def test_records_that_tell_nothing_are_found_out():
     class Turned:
         def __init__(self, turn: int, record: Callable[[int], Any]) -> None:
@@ -249,7 +288,7 @@ def test_records_that_tell_nothing_are_found_out():
 
     def problems(record: Callable[[int], Any]) -> list[list[tuple[int, str]]]:
         return [
-            list(record_problems([digests_of(Turned(0, record)), digests_of(Turned(turn, record))]))
+            list(record_problems([digests_of(Turned(at, record), b"salt") for at in (0, turn)]))
             for turn in (0, 1)
         ]
 

@@ -142,6 +142,7 @@ def test_all_problems_are_named_at_once_with_wrong_arguments():
         accountant="abacus",
         log_unprotected="no",
         secure_mode="no",
+        calibration_records=5,
         shape=1,
     )
     for part in (
@@ -154,10 +155,30 @@ def test_all_problems_are_named_at_once_with_wrong_arguments():
         "abacus",
         "log_unprotected must be True or False, not 'no'",
         "secure_mode must be True or False, not 'no'",
+        "calibration_records must be a list of at least 2 records with the data set's columns, not 5",
         "shape is not an option",
         "auto_find_batch_size",
     ):
         assert part in text
+
+
+def test_made_up_records_are_looked_at_in_place_of_the_data_set_s(monkeypatch):
+    trainer = make_trainer("SFT, Llama, LoRA")
+    made_up = [
+        {"input_ids": [3 + i, 4, 5, 6][: 2 + i], "labels": [3 + i, 4, 5, 6][: 2 + i]} for i in range(3)
+    ]
+    own = type(trainer.train_dataset).__getitem__
+    read: list[object] = []
+    monkeypatch.setattr(
+        type(trainer.train_dataset), "__getitem__", lambda data, key: read.append(key) or own(data, key)
+    )
+    make_trainer_private(trainer, **RUN, calibration_records=made_up)
+    assert not read
+    trainer.privacy.detach()
+    for too_few in ([], made_up[:1]):
+        assert "at least 2 records" in refusal_of(
+            make_trainer("SFT, Llama, LoRA"), calibration_records=too_few
+        )
 
 
 def test_other_objects_are_refused():

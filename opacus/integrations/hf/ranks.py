@@ -7,6 +7,7 @@ with the same message; no collective is started before they agree.
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -121,42 +122,55 @@ class TrainerRanks:
             ReplicaError: naming the other ranks on which `build` raised; a rank on which it did raises its own error.
             RankLostError: naming ranks that did not come.
         """
-        run, failure = None, None
-        facts: dict[str, Any]
-        try:
+        run: PrivateRun | None = None
+
+        def built() -> dict[str, Any]:
+            nonlocal run
             run = build()
-            facts = {
-                "contract": repr(run.contract),
-                "records": digests_of(data),
-                "bits": run.plan.seed.bit_length(),
-            }
-        except Exception as error:
-            failure = error
-            facts = {"failure": _told(error)}
+            return {"contract": repr(run.contract), "bits": run.plan.seed.bit_length()}
+
         try:
-            every = exchange(facts, self.group, f"{_PURPOSE} (the trainer's loss)")
-            if failure is not None:
-                raise failure
-            problems = _failures(every) or _differences(every)
-            if problems:
-                raise ReplicaError(_HEADING, problems)
+            every = self._all_or_none(built, f"{_PURPOSE} (the trainer's loss)", _unlike_losses)
+            assert run is not None
+            salt = self._bytes_of_the_first(secrets.token_bytes(32), run.model)
+            records = lambda: {"records": digests_of(data, salt)}  # noqa: E731
+            self._all_or_none(records, f"{_PURPOSE} (the records)", _unlike_records)
+            size = max(1, (every[0]["bits"] + 7) // 8)
+            own = run.plan.seed.to_bytes(size, "big") if self.rank == 0 else bytes(size)
+            run.plan.seed = int.from_bytes(self._bytes_of_the_first(own, run.model), "big")
+            start_alike(run.model, self.group)
         except BaseException:
             if run is not None:
                 run.detach()
             raise
-        assert run is not None
-        run.plan.seed = self._secret_of_the_first(run.plan.seed, every[0]["bits"], run.model)
-        start_alike(run.model, self.group)
         return run
 
-    def _secret_of_the_first(self, own: int, bits: int, model: nn.Module) -> int:
-        """Rank 0's number, by a collective: whatever reaches the port of the store could read it there as long as the job runs."""
-        size = max(1, (bits + 7) // 8)
-        number = own if self.rank == 0 else 0
+    def _all_or_none(
+        self,
+        facts: Callable[[], dict[str, Any]],
+        purpose: str,
+        unlike: Callable[[Sequence[Mapping[str, Any]]], list[str]],
+    ) -> list[dict[str, Any]]:
+        """Every rank's facts. Where those of one cannot be found, or are unlike the others', all ranks raise."""
+        failure = None
+        try:
+            own = facts()
+        except Exception as error:
+            failure, own = error, {"failure": _told(error)}
+        every = exchange(own, self.group, purpose)
+        if failure is not None:
+            raise failure
+        problems = _failures(every) or unlike(every)
+        if problems:
+            raise ReplicaError(_HEADING, problems)
+        return every
+
+    def _bytes_of_the_first(self, own: bytes, model: nn.Module) -> bytes:
+        """Rank 0's, by a collective: whatever reaches the port of the store could read them there as long as the job runs."""
         device = next(p.device for p in model.parameters() if p.requires_grad)
-        secret = torch.tensor(list(number.to_bytes(size, "big")), dtype=torch.uint8, device=device)
+        secret = torch.tensor(list(own), dtype=torch.uint8, device=device)
         broadcast([secret], self.group)
-        return int.from_bytes(bytes(secret.tolist()), "big")
+        return bytes(secret.tolist())
 
     def compare(self, settings: Mapping[str, Any], heading: str, purpose: str) -> None:
         """Raise on every rank if `settings` differ.
@@ -196,9 +210,18 @@ def _failures(every: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _differences(every: Sequence[Mapping[str, Any]]) -> list[str]:
+def _unlike_losses(every: Sequence[Mapping[str, Any]]) -> list[str]:
+    others = [rank for rank, facts in enumerate(every) if facts["contract"] != every[0]["contract"]]
+    if not others:
+        return []
+    return [
+        f"the loss of {in_words(others)} reduces over records in another way than rank 0's "
+        f"({', '.join(facts['contract'] for facts in every)}): give all ranks the same trainer."
+    ]
+
+
+def _unlike_records(every: Sequence[Mapping[str, Any]]) -> list[str]:
     problems = []
-    first = every[0]
     found = list(record_problems([facts["records"] for facts in every]))
     others = [rank for rank, problem in found if problem == "differs"]
     if others:
@@ -210,11 +233,5 @@ def _differences(every: Sequence[Mapping[str, Any]]) -> list[str]:
         problems.append(
             "train_dataset gives other records each time that it is read, so that ranks cannot see whether theirs have the same order: "
             "draw augmentation from torch's, NumPy's or Python's default generators, or keep a field that tells records apart."
-        )
-    others = [rank for rank, facts in enumerate(every) if facts["contract"] != first["contract"]]
-    if others:
-        problems.append(
-            f"the loss of {in_words(others)} reduces over records in another way than rank 0's "
-            f"({', '.join(facts['contract'] for facts in every)}): give all ranks the same trainer."
         )
     return problems

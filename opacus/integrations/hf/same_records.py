@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,14 +19,19 @@ __all__ = ["digests_of", "record_problems"]
 _LOOKED_AT = 32
 
 
-def digests_of(data: Any) -> dict[str, str | None]:
+def digests_of(data: Any, salt: bytes) -> dict[str, str | None]:
     """Digest of each field over records taken evenly from `data`; None for a field that is not the same when read twice.
+
+    Args:
+        data: the records, by number.
+        salt: a secret of the ranks: without it, whoever sees a digest could find out by trying what a field of few values holds.
 
     Every record is read with torch's, NumPy's and Python's default generators started alike, so that augmentation drawn from them
     is the same on every rank. Fields that change all the same are drawn from generators of their own.
 
     Example:
-        >>> digests_of([1, 2, 3]) == digests_of([1, 2, 3]), digests_of([1, 2, 3]) == digests_of([1, 3, 2])
+        >>> salt = b"of these ranks"
+        >>> digests_of([1, 2, 3], salt) == digests_of([1, 2, 3], salt), digests_of([1, 2, 3], salt) == digests_of([1, 3, 2], salt)
         (True, False)
     """
     first: dict[str, Any] = {}
@@ -37,7 +43,7 @@ def digests_of(data: Any) -> dict[str, str | None]:
             once, again = (dict(_fields(_read(data, index, i))) for _ in range(2))
             varies |= {name for name in once.keys() | again.keys() if once.get(name) != again.get(name)}
             for name, digest in once.items():
-                first.setdefault(name, hashlib.sha256()).update(digest)
+                first.setdefault(name, hmac.new(salt, digestmod=hashlib.sha256)).update(digest)
     return {name: None if name in varies else total.hexdigest() for name, total in sorted(first.items())}
 
 
