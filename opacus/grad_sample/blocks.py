@@ -14,13 +14,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from opacus.grad_sample.kept import Kept, KeptPositions, KeptProduct, KeptRows, rows_of, sq_norms
+from opacus.grad_sample.kept import (
+    Kept,
+    KeptPositions,
+    KeptProduct,
+    KeptRows,
+    launched_with,
+    rows_of,
+    sq_norms,
+)
+from opacus.grad_sample.kernels import weighted_rows
 from opacus.grad_sample.products import scaled_products
 from opacus.grad_sample.tensor_axis import TensorAxis
 
-__all__ = ["Block", "clipped_sums", "is_small", "joined", "scaling_budget", "take_norms"]
+__all__ = ["Block", "clipped_sums", "is_small", "joined", "launch_budget", "take_norms"]
 
-# scaled copies of this share of what is kept, at most, exist at a time
+# what one launch writes (scaled copies, sums) is this share of what is kept, at most
 _SHARE = 32
 
 
@@ -47,6 +56,10 @@ class Block:
         total = self.kept.pop().clipped(factor_B)
         while self.kept:  # what is summed is given back at once
             total.add_(self.kept.pop().clipped(factor_B))
+        return self.parts_of(total)
+
+    def parts_of(self, total: Tensor) -> list[Tensor]:
+        """The sum of the block as one for each parameter, in its shape."""
         if len(self.parameters) == 1:
             return [total.view(self.shapes[0])]
         parts = total.split([shape.numel() for shape in self.shapes])
@@ -90,9 +103,9 @@ def take_norms(blocks: Sequence[Block], scale: float, axis: TensorAxis) -> None:
             block.norm_B = norm_B
 
 
-def scaling_budget(blocks: Sequence[Block]) -> int:
-    """Bytes that scaled copies of what is kept may take at a time."""
-    return sum(product.pair_bytes for block in blocks if (product := _product(block)) is not None) // _SHARE
+def launch_budget(blocks: Sequence[Block]) -> int:
+    """Bytes that one launch for several layers may write."""
+    return sum(use.held_bytes for block in blocks if (use := _launched(block)) is not None) // _SHARE
 
 
 def clipped_sums(
@@ -102,37 +115,46 @@ def clipped_sums(
 
     Args:
         factors: `[B]` for each block, on its device.
-        budget: as `scaling_budget`.
+        budget: as `launch_budget`.
     """
-    alike: dict[object, tuple[Tensor, list[tuple[Block, KeptProduct]]]] = {}
+    alike: dict[object, tuple[Tensor, list[tuple[Block, KeptProduct | KeptRows]]]] = {}
     for block, factor_B in zip(blocks, factors, strict=True):
-        product = _product(block)
-        if product is None:
+        use = _launched(block)
+        if use is None:
             yield from zip(block.parameters, block.clipped(factor_B), strict=True)
             continue
-        key = (product.like, id(factor_B))
+        key = (launched_with(use), id(factor_B))
         _, waiting = alike.setdefault(key, (factor_B, []))
-        waiting.append((block, product))
-        if (len(waiting) + 1) * product.pair_bytes > budget:
-            del waiting, product  # what is summed is given back at once
+        waiting.append((block, use))
+        if (len(waiting) + 1) * use.written_bytes > budget:
+            del waiting, use  # what is summed is given back at once
             yield from _together(*alike.pop(key))
     while alike:
         yield from _together(*alike.popitem()[1])
 
 
-def _product(block: Block) -> KeptProduct | None:
+def _launched(block: Block) -> KeptProduct | KeptRows | None:
     """What the block kept, if it can be summed in one launch with others like it."""
     use = block.kept[0] if len(block.kept) == 1 else None
-    return use if isinstance(use, KeptProduct) and use.like is not None else None
+    if isinstance(use, (KeptProduct, KeptRows)) and launched_with(use) is not None:
+        return use
+    return None
 
 
 def _together(
-    factor_B: Tensor, waiting: list[tuple[Block, KeptProduct]]
+    factor_B: Tensor, waiting: list[tuple[Block, KeptProduct | KeptRows]]
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    totals = scaled_products([product.pairs() for _, product in waiting], factor_B)
-    targets = [(block.parameters[0], product.shape) for block, product in waiting]
-    for block, _ in waiting:
+    products = [use for _, use in waiting if isinstance(use, KeptProduct)]
+    if products:
+        totals = scaled_products([product.pairs() for product in products], factor_B)
+    else:
+        rows = [use.matrix() for _, use in waiting if isinstance(use, KeptRows)]
+        totals = weighted_rows(rows, factor_B.to(torch.float32))
+        del rows
+    blocks = [block for block, _ in waiting]
+    for block in blocks:
         block.kept.clear()
+    del products
     waiting.clear()
-    for (parameter, shape), total in zip(targets, totals.unbind(), strict=True):
-        yield parameter, total.view(shape)
+    for block, total in zip(blocks, totals.unbind(), strict=True):
+        yield from zip(block.parameters, block.parts_of(total), strict=True)

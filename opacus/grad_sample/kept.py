@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from opacus.grad_sample.kernels import gram_norms, position_sums
+from opacus.grad_sample.kernels import fused, gram_norms, position_sums, row_sq_norms
 from opacus.grad_sample.products import (
     gram_sq_norm,
     outer_rows,
@@ -36,6 +36,7 @@ __all__ = [
     "KeptWithNorm",
     "LookedUp",
     "joint_sq_norm",
+    "launched_with",
     "rows_of",
     "segment_sq_norm",
     "sq_norms",
@@ -74,6 +75,16 @@ class KeptRows:
     def width(self) -> int:
         """Elements of the parameter."""
         return math.prod(self.grad_B.shape[1:])
+
+    @property
+    def held_bytes(self) -> int:
+        """Of what is kept."""
+        return self.grad_B.numel() * self.grad_B.element_size()
+
+    @property
+    def written_bytes(self) -> int:
+        """Of what a launch writes for this use."""
+        return self.width * self.grad_B.element_size()
 
     def matrix(self) -> Tensor:
         """`[B, elements]`, at least float32."""
@@ -145,13 +156,18 @@ class KeptProduct:
         pairs: returns `(a_BKTD, g_BKTP)`; called again rather than kept where forming them takes memory (convolutions).
         shape: of the parameter; `[K, P, D]` reshapes to it.
         like: what pairs have in common that one launch of the fused kernels can serve; None: they do not take this one.
-        pair_bytes: what both take, where `like` is there.
+        held_bytes: what both take, where `like` is there.
     """
 
     pairs: Callable[[], tuple[Tensor, Tensor]]
     shape: torch.Size
     like: tuple[object, ...] | None = None
-    pair_bytes: int = 0
+    held_bytes: int = 0
+
+    @property
+    def written_bytes(self) -> int:
+        """Of what a launch writes for this use: both, one of them scaled."""
+        return self.held_bytes
 
     @property
     def waits(self) -> bool:
@@ -264,21 +280,33 @@ def segment_sq_norm(looked: LookedUp, n_samples: int, n_entries: int) -> Tensor:
     return norms.index_add_(0, sample_of_segment, sums.square().sum(1))
 
 
+def launched_with(use: Kept) -> tuple[object, ...] | None:
+    """What uses have in common that one launch of the fused kernels can serve; None: they do not take this one."""
+    if isinstance(use, KeptProduct):
+        return use.like
+    if isinstance(use, KeptRows) and use.grad_B.dtype == torch.float32 and fused(use.grad_B):
+        return use.grad_B.shape[0], use.width, use.grad_B.device
+    return None
+
+
 def sq_norms(uses: Sequence[Sequence[Kept]]) -> list[Tensor]:
-    """`joint_sq_norm` of each of several parameters' uses; products of one shape, used once, in one launch."""
+    """`joint_sq_norm` of each of several parameters' uses; those of one form and shape, used once, in one launch."""
     found: list[Tensor | None] = [None] * len(uses)
-    alike: dict[object, list[tuple[int, KeptProduct]]] = {}
+    alike: dict[object, list[tuple[int, Kept]]] = {}
     for i, one in enumerate(uses):
-        first = one[0]
-        if len(one) == 1 and isinstance(first, KeptProduct) and first.like is not None:
-            alike.setdefault(first.like, []).append((i, first))
-        else:
+        like = launched_with(one[0]) if len(one) == 1 else None
+        if like is None:
             found[i] = joint_sq_norm(one)
+        else:
+            alike.setdefault(like, []).append((i, one[0]))
     for group in alike.values():
-        pairs = [product.pairs() for _, product in group]
-        a_BTD, g_BTP = [a[:, 0] for a, _ in pairs], [g[:, 0] for _, g in pairs]
-        rounding = product_rounding(a_BTD[0], g_BTP[0])
-        norms_LB = _with_room(*gram_norms(a_BTD, g_BTP), rounding)
+        products = [use for _, use in group if isinstance(use, KeptProduct)]
+        if products:
+            pairs = [product.pairs() for product in products]
+            a_BTD, g_BTP = [a[:, 0] for a, _ in pairs], [g[:, 0] for _, g in pairs]
+            norms_LB = _with_room(*gram_norms(a_BTD, g_BTP), product_rounding(a_BTD[0], g_BTP[0]))
+        else:
+            norms_LB = row_sq_norms([use.matrix() for _, use in group if isinstance(use, KeptRows)])
         for (i, _), sq_norm_B in zip(group, norms_LB.unbind(), strict=True):
             found[i] = sq_norm_B
     return [sq_norm_B for sq_norm_B in found if sq_norm_B is not None]

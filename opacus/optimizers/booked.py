@@ -13,7 +13,7 @@ from opacus.devices import Placement, computing_device
 from opacus.distributed.scatter import reduce_to_shards
 from opacus.distributed.sharding import Layouts, is_fsdp, local_of
 from opacus.errors import PerSampleGradientError, raise_if_any
-from opacus.grad_sample.blocks import Block, clipped_sums, scaling_budget
+from opacus.grad_sample.blocks import Block, clipped_sums, launch_budget
 from opacus.grad_sample.book import Book
 from opacus.optimizers.utils import alike, describe
 
@@ -40,7 +40,7 @@ class Sums:
         blocks: Sequence[Block],
         factors: Sequence[Tensor],
     ) -> None:
-        self.budget = scaling_budget(blocks)
+        self.budget = launch_budget(blocks)
         self._formed = {id(parameter): total for parameter, total in formed}
         self._waiting = {
             id(p): (block, factor_B)
@@ -113,9 +113,7 @@ class BookedSums:
             del formed  # so that each is given back as it leaves
             reduce_to_shards(self._in_order(), sums.of, self._add, self._layouts)
             return
-        for parameter, total in itertools.chain(
-            formed, clipped_sums(blocks, factors, scaling_budget(blocks))
-        ):
+        for parameter, total in itertools.chain(formed, clipped_sums(blocks, factors, launch_budget(blocks))):
             self._add(parameter, total)
 
     def _in_order(self) -> list[nn.Parameter]:

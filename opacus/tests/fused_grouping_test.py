@@ -40,9 +40,20 @@ def played(monkeypatch):
         by = factor_B.view(shape)
         return (torch.stack(scaled) * by).masked_fill(by == 0, 0), torch.stack(whole).masked_fill(by == 0, 0)
 
+    def row_sq_norms(rows_BN: list[Tensor]) -> Tensor:
+        launches.append(("row norms", len(rows_BN)))
+        return torch.stack([rows.square().sum(1) for rows in rows_BN])
+
+    def weighted_rows(rows_BN: list[Tensor], factor_B: Tensor) -> Tensor:
+        launches.append(("row sums", len(rows_BN)))
+        return torch.stack([(rows * factor_B[:, None])[factor_B != 0].sum(0) for rows in rows_BN])
+
     for module in (rules, products):
         monkeypatch.setattr(module, "grams_fused", grams_fit)
-    monkeypatch.setattr(products, "fused", fits)
+    for module in (kept, products):
+        monkeypatch.setattr(module, "fused", fits)
+    monkeypatch.setattr(kept, "row_sq_norms", row_sq_norms)
+    monkeypatch.setattr(blocks, "weighted_rows", weighted_rows)
     for module in (kept, products):
         monkeypatch.setattr(module, "gram_norms", gram_norms)
     monkeypatch.setattr(kept, "position_sums", position_sums)
@@ -117,6 +128,56 @@ def test_sums_of_products_that_waited_are_exact(played, monkeypatch, style, shar
     assert together["norms"] == 4
     assert together["sums"] == (1 if share == 10**6 or style == "per_layer" else together["sums"])
     assert share != 1 or style == "per_layer" or together["sums"] == 4
+
+
+@pytest.mark.parametrize("share", [1, 10**6])
+def test_rows_of_one_shape_are_normed_and_summed_together(played, monkeypatch, share):
+    monkeypatch.setattr(blocks, "_SHARE", share)
+    net = Net()
+    x = torch.randn(B, T, D, generator=torch.Generator().manual_seed(1))
+    grads = per_sample(net, x)
+    norms = {name: torch.stack([grad[name].norm() for grad in grads]) for name in grads[0]}
+    clip = {name: norm.median().item() for name, norm in norms.items()}
+
+    net.zero_grad(set_to_none=True)
+    hooks = wrap_model(net, "bk", False, loss_reduction="sum", stash_budget=10**9)
+    optimizer = DPPerLayerOptimizer(  # each parameter on its own
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        noise_multiplier=0.0,
+        max_grad_norm=list(clip.values()),
+        expected_batch_size=None,
+        loss_reduction="sum",
+    )
+    optimizer.attach_book(hooks.policy)
+    for _ in range(2):
+        optimizer.zero_grad()
+        played.clear()
+        net(x).square().sum().backward()
+        optimizer.clip_and_accumulate()
+        for name, p in net.named_parameters():
+            factor = (clip[name] / norms[name]).clamp(max=1.0)
+            expected = sum(f * grad[name] for f, grad in zip(factor, grads, strict=True))
+            assert torch.allclose(p.summed_grad, expected, rtol=1e-5, atol=1e-5), name
+    assert max(n for kind, n in played if kind == "row norms") >= 4
+    # factors differ from parameter to parameter: none are summed together
+    assert {n for kind, n in played if kind == "row sums"} == {1}
+
+
+@pytest.mark.parametrize("budget", [0, 10**9])
+def test_rows_with_the_same_factors_are_summed_in_launches_of_bounded_size(played, budget):
+    torch.manual_seed(0)
+    rows = [torch.randn(B, 6, 4) for _ in range(5)]
+    parameters = [nn.Parameter(torch.zeros(6, 4)) for _ in rows]
+    factor_B = torch.tensor([0.5, 0.0, 2.0])
+    made = [
+        blocks.Block([p], [p.shape], [kept.KeptRows(grad_B)])
+        for p, grad_B in zip(parameters, rows, strict=True)
+    ]
+    found = dict(blocks.clipped_sums(made, [factor_B] * 5, budget))
+    for p, grad_B in zip(parameters, rows, strict=True):
+        assert torch.allclose(found[p], torch.einsum("b,bpd->pd", factor_B, grad_B))
+    assert [n for kind, n in played if kind == "row sums"] == ([1] * 5 if budget == 0 else [5])
+    assert not any(block.kept for block in made)
 
 
 def test_a_sample_that_is_not_finite_leaves_the_others_sum(played):

@@ -8,7 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from opacus.grad_sample.kernels import fused, gram_norms, norm_rows, position_sums, scale_pairs
+from opacus.grad_sample.kernels import (
+    fused,
+    gram_norms,
+    norm_rows,
+    position_sums,
+    row_sq_norms,
+    scale_pairs,
+    weighted_rows,
+)
 
 pytestmark = pytest.mark.gpu(1)
 
@@ -58,6 +66,53 @@ def test_position_sums_equal_float64(dtype, shape):
     many = [torch.randn(shape, device="cuda").to(dtype) for _ in range(4)]
     for found, g in zip(position_sums(many), many, strict=True):
         assert (found - g.double().sum(1)).abs().max().item() < 1e-5 * math.sqrt(shape[1])
+
+
+@pytest.mark.parametrize("layers", [1, 5])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (8, 4096), (2, 40001), (1, 3_000_000), (5, 131072)])
+def test_norms_and_weighted_sums_of_rows_equal_float64(layers, shape):
+    many = [torch.randn(shape, device="cuda") for _ in range(layers)]
+    factor = torch.rand(shape[0], device="cuda")
+    for found, rows in zip(row_sq_norms(many), many, strict=True):
+        expected = rows.double().square().sum(1)
+        assert ((found - expected).abs() / expected).max().item() < 1e-5
+    for found, rows in zip(weighted_rows(many, factor), many, strict=True):
+        expected = factor.double() @ rows.double()
+        assert (found - expected).abs().max().item() < 1e-5
+
+
+def test_rows_with_factor_zero_are_left_out_whatever_they_hold():
+    rows = [torch.randn(3, 5000, device="cuda") for _ in range(2)]
+    rows[1][1] = math.inf
+    rows[1][1, 0] = math.nan
+    factor = torch.tensor([0.5, 0.0, 2.0], device="cuda")
+    for found, one in zip(weighted_rows(rows, factor), rows, strict=True):
+        assert torch.allclose(found, 0.5 * one[0] + 2 * one[2])
+    assert row_sq_norms(rows).isfinite().tolist() == [[True] * 3, [True, False, True]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_may_begin_anywhere(dtype):
+    """Parts of a flat buffer are contiguous, and begin at no multiple of 16 bytes."""
+
+    def part(*shape: int) -> torch.Tensor:
+        return torch.randn(math.prod(shape) + 1, device="cuda").to(dtype)[1:].view(shape)
+
+    a, g, factor = part(2, 64, 32), part(2, 64, 48), torch.rand(2, device="cuda")
+    assert fused(a, g)
+    assert a.data_ptr() % 16
+    apart = [x.clone() for x in (a, g)]
+    for found, expected in zip(gram_norms([a], [g]), gram_norms(apart[:1], apart[1:]), strict=True):
+        assert torch.allclose(found, expected, rtol=1e-3)
+    for found, expected in zip(
+        scale_pairs([a], [g], factor), scale_pairs(apart[:1], apart[1:], factor), strict=True
+    ):
+        assert torch.equal(found, expected)
+    assert torch.allclose(position_sums([g]), position_sums(apart[1:]), atol=1e-4)
+    if dtype == torch.float32:
+        rows, same = a.flatten(1), apart[0].flatten(1)
+        assert torch.allclose(row_sq_norms([rows]), row_sq_norms([same]))
+        assert torch.allclose(weighted_rows([rows], factor), weighted_rows([same], factor), atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

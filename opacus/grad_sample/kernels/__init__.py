@@ -8,8 +8,17 @@ from __future__ import annotations
 
 from opacus.grad_sample.kernels.gram import gram_norms
 from opacus.grad_sample.kernels.norm import norm_rows
+from opacus.grad_sample.kernels.rows import row_sq_norms, weighted_rows
 from opacus.grad_sample.kernels.scale import scale_pairs
 from opacus.grad_sample.kernels.sums import position_sums
 from opacus.grad_sample.kernels.support import fused
 
-__all__ = ["fused", "gram_norms", "norm_rows", "position_sums", "scale_pairs"]
+__all__ = [
+    "fused",
+    "gram_norms",
+    "norm_rows",
+    "position_sums",
+    "row_sq_norms",
+    "scale_pairs",
+    "weighted_rows",
+]

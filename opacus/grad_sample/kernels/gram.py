@@ -12,7 +12,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from opacus.grad_sample.kernels.support import addresses, language_type, parts, power_of_two, tl, triton
+from opacus.grad_sample.kernels.support import (
+    addresses,
+    aligned,
+    language_type,
+    parts,
+    power_of_two,
+    tl,
+    triton,
+)
 
 __all__ = ["gram_norms"]
 
@@ -42,7 +50,7 @@ def gram_norms(a_BTD: Sequence[Tensor], g_BTP: Sequence[Tensor]) -> tuple[Tensor
             d_in,
             p_out,
             TYPE=language_type(dtype),
-            ALIGNED=d_in % 16 == 0 and p_out % 16 == 0,
+            ALIGNED=d_in % 16 == 0 and p_out % 16 == 0 and aligned(a_BTD, g_BTP),
             BLOCK=block,
             BLOCK_K=64 if half else 32,
             num_warps=8 if block == 128 else 4,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from opacus.grad_sample.kernels.support import addresses, language_type, parts, tl, triton
+from opacus.grad_sample.kernels.support import addresses, aligned, language_type, parts, tl, triton
 
 __all__ = ["scale_pairs"]
 
@@ -37,7 +37,7 @@ def scale_pairs(scaled: Sequence[Tensor], whole: Sequence[Tensor], factor_B: Ten
             n,
             m,
             TYPE=language_type(first.dtype),
-            ALIGNED=n % 16 == 0 and m % 16 == 0,
+            ALIGNED=n % 16 == 0 and m % 16 == 0 and aligned(scaled, whole),
             BLOCK=block,
         )
     return outs[0], outs[1]

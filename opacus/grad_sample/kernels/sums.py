@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from opacus.grad_sample.kernels.support import addresses, language_type, parts, tl, triton
+from opacus.grad_sample.kernels.support import addresses, aligned, language_type, parts, tl, triton
 
 __all__ = ["position_sums"]
 
@@ -30,7 +30,7 @@ def position_sums(g_BTP: Sequence[Tensor]) -> Tensor:
             positions,
             width,
             TYPE=language_type(g_BTP[0].dtype),
-            ALIGNED=width % 16 == 0,
+            ALIGNED=width % 16 == 0 and aligned(g_BTP),
             BLOCK_T=64,
             BLOCK_P=64,
         )

@@ -15,7 +15,7 @@ try:
 except ImportError:  # CPU builds of torch come without it
     triton = tl = None
 
-__all__ = ["addresses", "fused", "language_type", "parts", "power_of_two", "tl", "triton"]
+__all__ = ["addresses", "aligned", "fused", "language_type", "parts", "power_of_two", "tl", "triton"]
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LANGUAGE = {} if tl is None else dict(zip(_TYPES, (tl.float32, tl.bfloat16, tl.float16), strict=True))
@@ -36,6 +36,11 @@ def addresses(*lists: Sequence[Tensor]) -> Tensor:
     device = lists[0][0].device
     where = ring_on(device).send([t.data_ptr() for one in lists for t in one])
     return where.view(len(lists), -1)
+
+
+def aligned(*lists: Sequence[Tensor]) -> bool:
+    """Whether all tensors begin at a multiple of 16 bytes, as loads of several numbers at once want it."""
+    return all(t.data_ptr() % 16 == 0 for one in lists for t in one)
 
 
 def parts(n: int, size: int) -> int:
