@@ -7,7 +7,7 @@ Clipping bounds what a sample adds to the sum through its own gradient. A sample
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from opacus.grad_sample.isolation import can_probe
 from opacus.grad_sample.owners import Owners, RowsPerSample, rows_per_sample_problems
 from opacus.testing.deterministic import deterministic_kernels, has_no_deterministic_kernel
 from opacus.testing.other_rounding import other_rounding
-from opacus.testing.samples import Samples
+from opacus.testing.samples import Samples, rows_in_order
 from opacus.testing.undisturbed import Undisturbed
 from opacus.testing.witness import Key, Prints, Witness, common_factor, difference
 
@@ -49,7 +49,7 @@ def check_sample_isolation(
     """Raise if a sample's gradient depends on the data, or on the presence, of other samples in the batch.
 
     The batch is run again with one sample's data replaced by another's, for a few samples of different lengths, and with two
-    samples alone. The others' activations at every module and gradients at every trainable layer must stay what they were.
+    samples alone, in either order. The others' activations at every module and gradients at every trainable layer must stay the same.
     Trainable weights are shaken a little meanwhile (zero-initialised adapters hide what they will do), dropout is off, and
     random numbers repeat; a model that draws some all the same is not checked for samples left out. What other kernels'
     rounding may do in 16 bits is measured and allowed for.
@@ -59,7 +59,7 @@ def check_sample_isolation(
         model: the model, plain or made private (then hooks are taken off meanwhile).
         loss_fn: `(model, batch) -> loss`: the loss as training computes it, reduced to one number.
         batch: tensors, in any nesting of tuples, lists and mappings; those with one entry a sample (or row) along the batch
-            dimension are changed. At least 2 samples; lengths that vary show more.
+            dimension are changed. At least 2 samples, and 3 to see a wrong `loss_reduction`; lengths that vary show more.
         loss_reduction: "mean" or "sum" over samples; by default that of the private model, else "mean".
         batch_first, rows_per_sample, row_order: as in `make_private`; by default those of the private model.
         samples: how many samples to change, one at a time.
@@ -230,12 +230,17 @@ def _findings(run: _Runs, batch: Any, count: int, least: float) -> list[str]:
             return found.problems("data")
     if not compared:
         _refuse("all samples of the batch are alike, so that none can take another's place.")
-    if owners.n_samples > 2 and not run.undisturbed.randomness.drawn():
-        kept = changed.spread_out(2)
+    if not run.undisturbed.randomness.drawn():
+        kept = sorted(changed.spread_out(2))
         rounding = run.rounding(before, batch, owners)
-        few = run(changed.only(kept), len(kept) * run.rule.count)
         least = max(_OTHER_SHAPE.get(before.lowest, 0.1), tolerance, rounding / 2)
-        return _Comparison(before, few, owners, kept, least).problems("presence", run.loss_reduction)
+        # in each other's places too: a loss that weighs or drops samples by their place may do the same to the ends
+        for order, what in ((kept, "presence"), (kept[::-1], "place")):
+            if len(kept) < owners.n_samples or what == "place":
+                few = run(changed.only(order), len(order) * run.rule.count)
+                found = _Comparison(before, few, owners, order, least, alone=True)
+                if found.problems(what, run.loss_reduction):
+                    return found.problems(what, run.loss_reduction)
     return []
 
 
@@ -247,31 +252,37 @@ class _Comparison:
     """Two runs, in the rows of samples that were not changed.
 
     Args:
-        before, after: the runs; `after` may have no other rows.
+        before, after: the runs.
         others: the samples that were not changed.
         tolerance: relative change that is none.
+        alone: whether `after` ran with the others alone, in their order.
     """
 
     def __init__(
-        self, before: Witness, after: Witness, owners: Owners, others: Collection[int], tolerance: float
+        self,
+        before: Witness,
+        after: Witness,
+        owners: Owners,
+        others: Sequence[int],
+        tolerance: float,
+        *,
+        alone: bool = False,
     ) -> None:
-        self.before, self.after, self.tolerance = before, after, tolerance
-        self.others = torch.isin(owners.index_on(torch.device("cpu")), torch.tensor(list(others)))
+        self.before, self.after, self.tolerance, self.alone = before, after, tolerance, alone
+        self.n_rows = owners.n_rows
+        self.rows = rows_in_order(owners.index_on(torch.device("cpu")), others)
 
-    def _rows(self, prints: Prints) -> Prints:
-        """The others' rows, of a run with all rows or with theirs alone."""
-        size, left = len(self.others), int(self.others.sum())
-        return [
-            None
-            if one is None or len(one) not in (size, left)
-            else one[self.others]
-            if len(one) == size
-            else one
-            for one in prints
-        ]
+    def _before(self, prints: Prints) -> Prints:
+        """The others' rows."""
+        return [one[self.rows] if one is not None and len(one) == self.n_rows else None for one in prints]
 
-    def _by(self, one: Prints, other: Prints) -> float:
-        return difference(self._rows(one), self._rows(other))
+    def _after(self, prints: Prints) -> Prints:
+        if not self.alone:
+            return self._before(prints)
+        return [one if one is not None and len(one) == len(self.rows) else None for one in prints]
+
+    def _by(self, before: Prints, after: Prints) -> float:
+        return difference(self._before(before), self._after(after))
 
     def largest(self) -> float:
         """The largest change of a gradient."""
@@ -294,7 +305,7 @@ class _Comparison:
             return False
         if self._by(a.outputs, b.outputs) > self.tolerance:
             return True
-        reached = any(g is not None and bool((g[:, 1] > 0).any()) for g in self._rows(a.outputs))
+        reached = any(g is not None and bool((g[:, 1] > 0).any()) for g in self._before(a.outputs))
         return reached and self._by(a.inputs, b.inputs) > self.tolerance
 
     def _mixing(self) -> list[tuple[str, str]]:
@@ -322,12 +333,12 @@ class _Comparison:
             f"{origin}: the gradient that one sample sends to {path} ({kind}) changes with the {what} of another sample, though "
             "no module mixes samples in the forward. "
         )
-        if what == "presence" and common_factor(self._rows(a), self._rows(b), self.tolerance):
+        if what == "presence" and common_factor(self._before(a), self._after(b), self.tolerance):
             return start + (
                 f"All gradients change by one factor: with loss_reduction={loss_reduction!r} the loss must be the "
                 f"{loss_reduction} over samples of each one's own loss."
             )
-        if common_factor(self._rows(a), self._rows(b), self.tolerance):
+        if common_factor(self._before(a), self._after(b), self.tolerance):
             return start + (
                 "All gradients change by one factor, as with a mean over the tokens of the whole batch: divide each sample's loss by "
                 "its own number of tokens, or by a constant."

@@ -5,7 +5,7 @@ A tensor belongs to the samples if its batch dimension has one entry for each sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from opacus.grad_sample.owners import Owners
 from opacus.grad_sample.rows import batch_dim
 
-__all__ = ["Samples"]
+__all__ = ["Samples", "rows_in_order"]
 
 
 class Samples:
@@ -46,16 +46,14 @@ class Samples:
 
         return map_tensors(change, self.batch)
 
-    def only(self, samples: Collection[int]) -> Any:
-        """The batch with these samples alone, in its order."""
-        kept = torch.tensor(sorted(samples))
+    def only(self, samples: Sequence[int]) -> Any:
+        """The batch with these samples alone, in this order; the rows of each where the batch's order has them."""
 
         def change(leaf: Tensor) -> Tensor:
             index = self._index(leaf)
             if index is None:
                 return leaf
-            rows = torch.isin(index, kept).nonzero().squeeze(1)
-            return leaf.index_select(self._dim(leaf), rows.to(leaf.device))
+            return leaf.index_select(self._dim(leaf), rows_in_order(index, samples).to(leaf.device))
 
         return map_tensors(change, self.batch)
 
@@ -92,6 +90,23 @@ class Samples:
     def _dim(self, leaf: Tensor) -> int:
         sizes = frozenset({self.owners.n_rows, self.owners.n_samples})
         return batch_dim(leaf, self.batch_first, sizes)
+
+
+def rows_in_order(index: Tensor, samples: Sequence[int]) -> Tensor:
+    """Rows of `samples`, as if these had taken each other's places.
+
+    Args:
+        index: `[R]`, the sample of each row; equally many rows for each.
+
+    Example:
+        >>> rows_in_order(torch.tensor([0, 1, 2, 0, 1, 2]), [2, 0]).tolist()
+        [2, 0, 5, 3]
+    """
+    places = torch.isin(index, torch.tensor(list(samples))).nonzero().squeeze(1)
+    rows = torch.empty_like(places)
+    for place, sample in zip(sorted(samples), samples, strict=True):
+        rows[index[places] == place] = (index == sample).nonzero().squeeze(1)
+    return rows
 
 
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:

@@ -542,3 +542,42 @@ class Attends(nn.Module):
             q, k, v = block(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
             x = x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         return self.head(x.mean(1))
+
+
+def losses(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none").float()
+
+
+BY_PLACE = {
+    "the first is left out": lambda m, b: losses(m, b)[1:].sum(),
+    "the last is left out": lambda m, b: losses(m, b)[:-1].sum(),
+    "the middle is left out": lambda m, b: losses(m, b).sum() - losses(m, b)[len(b[0]) // 2],
+    "weights rise": lambda m, b: (losses(m, b) * torch.linspace(0, 2, len(b[0]))).sum(),
+}
+
+
+@pytest.mark.parametrize("loss", BY_PLACE.values(), ids=BY_PLACE)
+@pytest.mark.parametrize("n", [2, 3, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loss_that_treats_samples_by_their_place_in_the_batch_is_found(dtype, n, loss):
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(n, D, generator=generator).to(dtype)
+    for y in (torch.arange(n) % 3, torch.ones(n, dtype=torch.long)):
+        said = refused(mlp().to(dtype), loss, (x, y), loss_reduction="sum")
+        assert "of another sample" in said
+        check_sample_isolation(mlp().to(dtype), lambda m, b: losses(m, b).sum(), (x, y), loss_reduction="sum")
+
+
+@pytest.mark.parametrize("row_order", ["blocked", "interleaved"])
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_rows_of_one_sample_stay_together_when_few_are_left(n, row_order):
+    def preference(model: Any, batch: tuple[Tensor], weigh: bool = False) -> Tensor:
+        scores = model(batch[0])[:, 0]
+        pairs = scores.unflatten(0, (2, -1)) if row_order == "blocked" else scores.unflatten(0, (-1, 2)).T
+        each = -F.logsigmoid(pairs[0] - 2 * pairs[1])
+        return (each * torch.arange(len(each)) if weigh else each).mean()
+
+    batch = (torch.randn(2 * n, D, generator=torch.Generator().manual_seed(3)),)
+    options: dict[str, Any] = {"rows_per_sample": 2, "row_order": row_order}
+    check_sample_isolation(mlp(), preference, batch, **options)
+    refused(mlp(), lambda m, b: preference(m, b, weigh=True), batch, **options)
