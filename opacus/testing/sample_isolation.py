@@ -23,7 +23,7 @@ from opacus.testing.deterministic import deterministic_kernels, has_no_determini
 from opacus.testing.other_rounding import other_rounding
 from opacus.testing.samples import Samples, rows_in_order
 from opacus.testing.undisturbed import Undisturbed
-from opacus.testing.witness import Key, Prints, Witness, common_factor, difference
+from opacus.testing.witness import Key, Prints, Seen, Witness, common_factor, difference
 
 __all__ = ["check_sample_isolation"]
 
@@ -291,18 +291,33 @@ class _Comparison:
 
     def problems(self, what: str, loss_reduction: str = "") -> list[str]:
         """A sentence for each module that mixes samples; one for the loss where gradients change and no module does."""
-        changed = [key for key in self.before.backward if self._changed(key)]
-        if not changed:
+        paths = dict.fromkeys(path for path, _ in self.before.backward)
+        changed = next((found for found in map(self._changed, paths) if found is not None), None)
+        if changed is None:
             return []
         modules = self._mixing()
         if modules:
             return [_module_problem(path, kind, what) for path, kind in modules]
-        return [self._loss_problem(changed, what, loss_reduction)]
+        return [self._loss_problem(*changed, what, loss_reduction)]
 
-    def _changed(self, key: Key) -> bool:
-        a, b = self.before.backward[key], self.after.backward.get(key)
-        if b is None:
-            return False
+    def _changed(self, path: str) -> tuple[Key, Seen] | None:
+        """A call of the module at `path` whose gradient differs, and the same call of the other run.
+
+        Layers that take a step for each position, up to the longest sample's, may be called more or less often there. Then
+        calls are the same if those counted from the first are, or those counted from the last.
+        """
+        more = self.after.calls(path) - self.before.calls(path)
+        found = [self._changed_call(path, shift) for shift in dict.fromkeys((0, more))]
+        return None if None in found else found[0]
+
+    def _changed_call(self, path: str, shift: int) -> tuple[Key, Seen] | None:
+        for call in range(1, self.before.calls(path) + 1):
+            other = self.after.backward.get((path, call + shift))
+            if other is not None and self._differs(self.before.backward[path, call], other):
+                return (path, call), other
+        return None
+
+    def _differs(self, a: Seen, b: Seen) -> bool:
         if self._by(a.outputs, b.outputs) > self.tolerance:
             return True
         reached = any(g is not None and bool((g[:, 1] > 0).any()) for g in self._before(a.outputs))
@@ -323,10 +338,9 @@ class _Comparison:
             if not any(other != path and other.startswith(f"{path}." if path else "") for other in found)
         ]
 
-    def _loss_problem(self, changed: list[Key], what: str, loss_reduction: str) -> str:
-        key = changed[0]
+    def _loss_problem(self, key: Key, changed: Seen, what: str, loss_reduction: str) -> str:
         path, kind = key[0] or "(root)", self.before.backward[key].kind
-        a, b = self.before.backward[key].outputs, self.after.backward[key].outputs
+        a, b = self.before.backward[key].outputs, changed.outputs
         inside = next(iter(self.before.backward)) != key
         origin = "an auxiliary loss, or a gradient that mixes samples" if inside else "the loss"
         start = (

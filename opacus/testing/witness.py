@@ -24,6 +24,9 @@ from opacus.grad_sample.rows import batch_dim
 
 __all__ = ["Prints", "Seen", "Witness", "common_factor", "difference"]
 
+# layers that treat positions one by one
+_ONE_BY_ONE = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding)
+
 Prints = list["Tensor | None"]  # one for each tensor: `[R, 2]`, None where rows are not told apart
 Key = tuple[str, int]  # a module's path, and which of its calls
 
@@ -94,10 +97,11 @@ class Witness:
         gradients = [_fingerprint(g, captured.scale) if g.dim() else None for g in captured.outputs]
         for g in captured.outputs:
             self._note(g)
+        arguments = list(captured.arguments.values())
+        if isinstance(captured.layer, _ONE_BY_ONE) and len(captured.outputs) == 1:
+            arguments = [_where_reached(one, captured.outputs[0]) for one in arguments]
         key = self._key("backward", path)
-        self.backward[key] = Seen(
-            type(captured.layer).__name__, self._prints(tuple(captured.arguments.values()), 0), gradients
-        )
+        self.backward[key] = Seen(type(captured.layer).__name__, self._prints(tuple(arguments), 0), gradients)
 
     def end(self) -> None:
         """A backward has ended."""
@@ -106,6 +110,10 @@ class Witness:
         """A backward failed."""
 
     # ----------------------------------------------------------------------
+
+    def calls(self, path: str) -> int:
+        """How many calls of the module at `path` the backward met."""
+        return self._count["backward", path]
 
     def _key(self, what: str, path: str) -> Key:
         self._count[what, path] += 1
@@ -132,6 +140,15 @@ class Witness:
         if self.rows is not None and leaf.shape[dim] != self.rows:
             return None
         return _fingerprint(leaf.transpose(0, dim))
+
+
+def _where_reached(argument: Any, gradient: Tensor) -> Any:
+    """`argument` at the positions that a gradient reached: padding, up to the batch's longest sample, takes no part."""
+    lead = gradient.shape[:-1]
+    if not isinstance(argument, Tensor) or len(lead) < 2 or argument.shape[: len(lead)] != lead:
+        return argument
+    reached = (gradient != 0).any(-1).to(argument.device)
+    return argument.where(reached.reshape(*lead, *[1] * (argument.dim() - len(lead))), 0)
 
 
 def _recomputing() -> bool:

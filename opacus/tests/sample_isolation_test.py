@@ -12,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
 from opacus.errors import ConfigurationError, PerSampleGradientError
 from opacus.grad_sample import GradSampleHooks, GradSampleModule, RowsPerSample, wrap_model
+from opacus.layers import DPLSTM
 from opacus.testing import check_sample_isolation, spread
 from opacus.testing.deterministic import deterministic_kernels
 from opacus.testing.undisturbed import Undisturbed
@@ -581,3 +583,46 @@ def test_rows_of_one_sample_stay_together_when_few_are_left(n, row_order):
     options: dict[str, Any] = {"rows_per_sample": 2, "row_order": row_order}
     check_sample_isolation(mlp(), preference, batch, **options)
     refused(mlp(), lambda m, b: preference(m, b, weigh=True), batch, **options)
+
+
+class Packed(nn.Module):
+    """Sequences of different lengths: how many steps the layer takes follows from the longest."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn = DPLSTM(D, 8, batch_first=True, **options)
+        self.head = nn.Linear(16 if self.rnn.bidirectional else 8, 3)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return self.head(pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0].sum(1))
+
+
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True}, {"num_layers": 2}], ids=str)
+@pytest.mark.parametrize("n", [2, 5])
+def test_lengths_of_others_are_no_dependence_though_they_decide_how_many_steps_are_taken(n, options):
+    x = torch.randn(n, 7, D, generator=torch.Generator().manual_seed(1))
+    batch = x, torch.tensor([2, 7, 3, 5, 4])[:n], torch.arange(n) % 3
+    scores = lambda m, b: m(b[0], b[1])  # noqa: E731
+    check_sample_isolation(Packed(**options), lambda m, b: F.cross_entropy(scores(m, b), b[2]), batch)
+    refused(
+        Packed(**options),
+        lambda m, b: F.cross_entropy(scores(m, b) - scores(m, b).logsumexp(0), b[2]),
+        batch,
+    )
+
+    def by_length(model: Any, batch: Any) -> Tensor:
+        each = F.cross_entropy(scores(model, batch), batch[2], reduction="none")
+        return (each * batch[1]).sum() / batch[1].sum()
+
+    refused(Packed(**options), by_length, batch)
+
+
+def test_a_recurrent_layer_that_mixes_samples_is_found_though_lengths_differ():
+    class Mixes(Packed):
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            return super().forward(x + 0.1 * x.mean(0), lengths)
+
+    batch = torch.randn(5, 7, D), torch.tensor([2, 7, 3, 5, 4]), torch.arange(5) % 3
+    refused(Mixes(), lambda m, b: F.cross_entropy(m(b[0], b[1]), b[2]), batch)
