@@ -11,6 +11,7 @@ import torch
 __all__ = ["deterministic_kernels", "has_no_deterministic_kernel"]
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_ACCEPTED = (":4096:8", ":16:8")  # torch refuses matrix products under any other value
 
 
 @contextlib.contextmanager
@@ -28,8 +29,10 @@ def deterministic_kernels() -> Iterator[None]:
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     workspace = os.environ.get(_WORKSPACE)
     try:
-        if workspace is None:  # torch wants it said; it is the size that recent GPUs are given anyway
-            os.environ[_WORKSPACE] = ":4096:8"
+        if (
+            workspace not in _ACCEPTED
+        ):  # torch wants it said; it is the size that recent GPUs are given anyway
+            os.environ[_WORKSPACE] = _ACCEPTED[0]
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         yield
@@ -38,6 +41,8 @@ def deterministic_kernels() -> Iterator[None]:
         torch.use_deterministic_algorithms(enabled, warn_only=only_warns)
         if workspace is None:
             os.environ.pop(_WORKSPACE, None)
+        else:
+            os.environ[_WORKSPACE] = workspace
 
 
 def has_no_deterministic_kernel(error: RuntimeError) -> bool:

@@ -518,6 +518,17 @@ def test_deterministic_kernels_leave_the_process_as_it_was(monkeypatch):
             torch.set_deterministic_debug_mode("default")
 
 
+@pytest.mark.parametrize("said", [None, ":16:8", ":4096:8", ":4096:2:16:8", ""])
+def test_a_workspace_that_was_chosen_for_cublas_does_not_stop_deterministic_kernels(monkeypatch, said):
+    if said is None:
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    else:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", said)
+    with deterministic_kernels():
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] in (":4096:8", ":16:8")  # all that torch lets pass
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == said
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu_models_whose_kernels_have_no_deterministic_form_are_checked_too(dtype):
