@@ -272,6 +272,33 @@ def test_digests_of_records_are_salted_with_a_secret_of_the_ranks(ranks):
     assert all(digest and digest != second[name] for name, digest in first.items())
 
 
+KEPT: list[object] = []  # so that none takes the address of another
+
+
+def objects(x: float) -> np.ndarray:
+    KEPT.append(object())
+    return np.array([KEPT[-1], str(x)], dtype=object)
+
+
+UNUSUAL: dict[str, Callable[[float], Any]] = {
+    "sparse": lambda x: torch.tensor([[0.0, x], [0.0, 0.0]]).to_sparse(),
+    "compressed": lambda x: torch.tensor([[0.0, x], [0.0, 0.0]]).to_sparse_csr(),
+    "nested": lambda x: torch.nested.nested_tensor([torch.tensor([x]), torch.zeros(2)]),
+    "quantized": lambda x: torch.quantize_per_tensor(torch.tensor([x]), 0.1, 0, torch.qint8),
+    "objects": objects,
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # prototypes of torch
+@pytest.mark.parametrize("field", UNUSUAL.values(), ids=UNUSUAL)
+def test_fields_that_are_no_plain_arrays_are_compared_by_what_they_hold(field):
+    data = [[{"x": field(x)} for x in (first, 3.0)] for first in (1.0, 1.0, 2.0)]
+    once, again, other = (digests_of(records, b"salt") for records in data)
+    assert once == again
+    assert once["x"] is not None
+    assert once["x"] != other["x"]
+
+
 def test_records_that_tell_nothing_are_found_out():
     class Turned:
         def __init__(self, turn: int, record: Callable[[int], Any]) -> None:

@@ -90,9 +90,25 @@ def _add(total: Any, value: Any) -> None:
         total.update(str(len(value)).encode())
         for part in value:
             _add(total, part)
+    elif isinstance(value, np.ndarray) and value.dtype.hasobject:
+        _add(total, value.tolist())
+    elif isinstance(value, Tensor) and (parts := _parts(value)) is not None:
+        _add(total, parts)
     elif isinstance(value, (Tensor, np.ndarray, np.generic)):
         total.update(f"{value.dtype} {tuple(value.shape)} {value.tolist()}".encode())
     elif isinstance(value, (str, bytes, bool, int, float, type(None))):
         total.update(repr(value).encode())
     elif hasattr(value, "__array_interface__"):  # images
         _add(total, np.asarray(value))
+
+
+def _parts(value: Tensor) -> list[Any] | None:
+    """What says the same as `value`, where that is no plain array of numbers; None where it is one."""
+    if value.is_nested:
+        return list(value.unbind())
+    if value.layout != torch.strided:
+        entries = value.to_sparse_coo().coalesce()
+        return [list(value.shape), entries.indices(), entries.values()]
+    if value.is_quantized:
+        return [value.dequantize()]
+    return [str(value.dtype), list(value.shape)] if value.is_meta else None
