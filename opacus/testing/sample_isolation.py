@@ -233,6 +233,8 @@ def _findings(run: _Runs, batch: Any, count: int, least: float) -> list[str]:
     if not run.undisturbed.randomness.drawn():
         kept = sorted(changed.spread_out(2))
         rounding = run.rounding(before, batch, owners)
+        if rounding >= 1:  # it may change all of a gradient: nothing can be told of batches of another size
+            return []
         least = max(_OTHER_SHAPE.get(before.lowest, 0.1), tolerance, rounding / 2)
         # in each other's places too: a loss that weighs or drops samples by their place may do the same to the ends
         for order, what in ((kept, "presence"), (kept[::-1], "place")):
