@@ -1,7 +1,7 @@
 """Clipped sums of sharded models: each rank forms those of its own samples, and receives its part of everyone's.
 
 Buckets of parameters with one layout and shape, small ones of all shapes together, up to a cap: their gradients are formed in
-few launches, and no rank ever holds the gradients of the whole model. One reduce-scatter for each bucket, one all-reduce for each
+few launches, and no rank ever holds the gradients of the whole model: at most some four buckets, or gradients that are larger. One reduce-scatter for each bucket, one all-reduce for each
 axis over which parameters are repeated (HSDP). Always sums, in at least float32: nothing depends on how many ranks there are.
 
 Every rank walks the same parameters in the same order, whatever its own samples used.
@@ -55,6 +55,7 @@ def reduce_to_shards(
     receive: Callable[[Tensor, Tensor], None],
     layouts: Layouts,
     *,
+    model_axes: Collection[Any] = (),
     cap: int | None = None,
 ) -> None:
     """Add up gradients over all data-parallel ranks; each rank receives its own part. Collective.
@@ -65,7 +66,8 @@ def reduce_to_shards(
             once for each.
         receive: called with each parameter and this rank's part of the sum, a plain tensor of the local part's shape, on its
             device, at least float32.
-        layouts: of the parameters; nothing is added up over their tensor-parallel axes.
+        layouts: those that are known.
+        model_axes: names of the mesh axes that are tensor parallel: nothing is added up over them.
         cap: elements of a bucket; `BUCKET_ELEMENTS` by default.
 
     Raises:
@@ -75,7 +77,7 @@ def reduce_to_shards(
         Each rank's gradient enters the sum exactly once, with factor 1.
     """
     on_its_way: _Travelling | None = None
-    for members in _buckets(parameters, layouts, BUCKET_ELEMENTS if cap is None else cap):
+    for members in _buckets(parameters, layouts, model_axes, BUCKET_ELEMENTS if cap is None else cap):
         travelling = _send(members, form)  # while the bucket before is on its way
         if on_its_way is not None:
             _arrive(on_its_way, receive)
@@ -101,10 +103,12 @@ def sum_over_data_ranks(
     return total
 
 
-def _buckets(parameters: Sequence[Tensor], layouts: Layouts, cap: int) -> Iterator[list[_Member]]:
+def _buckets(
+    parameters: Sequence[Tensor], layouts: Layouts, model_axes: Collection[Any], cap: int
+) -> Iterator[list[_Member]]:
     alike: dict[Any, list[_Member]] = {}
     for parameter in parameters:
-        layout = layouts.of(parameter)
+        layout = layouts.of(parameter, model_axes)
         axis = layout.shard[0] if layout.shard else None
         shape = layout.piece if layout.padded * layout.ranks > _SMALL else ()
         key = (layout.mesh, axis, layout.copies, _dtype(parameter), layout.device, shape)

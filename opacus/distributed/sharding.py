@@ -150,26 +150,22 @@ def layout_of(parameter: Tensor, model_axes: Collection[Any] = ()) -> Layout:
 
 
 class Layouts:
-    """Layouts of parameters, looked at again only where one was sharded or moved since.
+    """Layouts of parameters, looked at again only where one was sharded or moved since, or other axes are tensor parallel."""
 
-    Args:
-        model_axes: names of the mesh axes that are tensor parallel.
-    """
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Tensor, Any, Collection[Any], Layout]] = {}
 
-    def __init__(self, model_axes: Collection[Any] = ()) -> None:
-        self.model_axes = model_axes
-        self._known: dict[int, tuple[Tensor, Any, Layout]] = {}
-
-    def of(self, parameter: Tensor) -> Layout:
+    def of(self, parameter: Tensor, model_axes: Collection[Any] = ()) -> Layout:
         """As `layout_of`."""
         spec = getattr(parameter, "_spec", None)
         known = self._known.get(id(parameter))
         if known is not None:
-            same, its_spec, layout = known
-            if same is parameter and its_spec is spec and layout.device == parameter.device:
+            same, its_spec, its_axes, layout = known
+            unmoved = its_spec is spec and layout.device == parameter.device
+            if same is parameter and unmoved and its_axes == model_axes:
                 return layout
-        layout = layout_of(parameter, self.model_axes)
-        self._known[id(parameter)] = parameter, spec, layout
+        layout = layout_of(parameter, model_axes)
+        self._known[id(parameter)] = parameter, spec, model_axes, layout
         return layout
 
 

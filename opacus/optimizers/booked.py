@@ -80,7 +80,7 @@ class BookedSums:
         self.backwards = 0  # since the last step
         self.iterations = 1  # of the last step
         self._fresh: dict[int, Tensor] = {}
-        self._layouts = Layouts(book.axis.names)
+        self._layouts = Layouts()
         self.listen()
 
     def listen(self) -> None:
@@ -111,7 +111,7 @@ class BookedSums:
         if book.homes is not None:
             sums = Sums(formed, blocks, factors)
             del formed  # so that each is given back as it leaves
-            reduce_to_shards(self._in_order(), sums.of, self._add, self._layouts)
+            reduce_to_shards(self._in_order(), sums.of, self._add, self._layouts, model_axes=book.axis.names)
             return
         for parameter, total in itertools.chain(formed, clipped_sums(blocks, factors, launch_budget(blocks))):
             self._add(parameter, total)

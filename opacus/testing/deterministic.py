@@ -29,9 +29,8 @@ def deterministic_kernels() -> Iterator[None]:
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     workspace = os.environ.get(_WORKSPACE)
     try:
-        if (
-            workspace not in _ACCEPTED
-        ):  # torch wants it said; it is the size that recent GPUs are given anyway
+        if workspace not in _ACCEPTED:
+            # torch wants it said; it is the size that recent GPUs are given anyway
             os.environ[_WORKSPACE] = _ACCEPTED[0]
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ Clipping bounds what a sample adds to the sum through its own gradient. A sample
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,11 +19,12 @@ from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
 from opacus.grad_sample.isolation import can_probe
 from opacus.grad_sample.owners import Owners, RowsPerSample, rows_per_sample_problems
+from opacus.testing.comparison import Comparison
 from opacus.testing.deterministic import deterministic_kernels, has_no_deterministic_kernel
 from opacus.testing.other_rounding import other_rounding
-from opacus.testing.samples import Samples, rows_in_order
+from opacus.testing.samples import Samples
 from opacus.testing.undisturbed import Undisturbed
-from opacus.testing.witness import Key, Prints, Seen, Witness, common_factor, difference
+from opacus.testing.witness import Witness
 
 __all__ = ["check_sample_isolation"]
 
@@ -157,7 +158,7 @@ class _Runs:
             return 0.0
         with other_rounding(self.inner):
             moved = self(batch, owners.n_rows)
-        return _Comparison(before, moved, owners, range(owners.n_samples), 0.0).largest()
+        return Comparison(before, moved, owners, range(owners.n_samples), 0.0).largest()
 
     def _run(self, batch: Any, rows: int | None) -> Witness:
         self.undisturbed.again()
@@ -207,7 +208,7 @@ def _findings(run: _Runs, batch: Any, count: int, least: float) -> list[str]:
         _refuse(f"no tensor of the batch has {owners.n_samples} entries along its batch dimension.")
     before = run(batch, owners.n_rows)
     everyone = range(owners.n_samples)
-    noise = _Comparison(before, run(batch, owners.n_rows), owners, everyone, 0.0).largest()
+    noise = Comparison(before, run(batch, owners.n_rows), owners, everyone, 0.0).largest()
     # where kernels have no deterministic form they add up in an order of their own each time: in 8 bits that shows
     if noise > (1e-3 if before.lowest in _SAME_SHAPE else 5e-2):
         _refuse(
@@ -225,7 +226,7 @@ def _findings(run: _Runs, batch: Any, count: int, least: float) -> list[str]:
             continue
         compared += 1
         others = [i for i in everyone if i != sample]
-        found = _Comparison(before, run(replaced, owners.n_rows), owners, others, tolerance)
+        found = Comparison(before, run(replaced, owners.n_rows), owners, others, tolerance)
         if found.problems("data"):
             return found.problems("data")
     if not compared:
@@ -240,7 +241,7 @@ def _findings(run: _Runs, batch: Any, count: int, least: float) -> list[str]:
         for order, what in ((kept, "presence"), (kept[::-1], "place")):
             if len(kept) < owners.n_samples or what == "place":
                 few = run(changed.only(order), len(order) * run.rule.count)
-                found = _Comparison(before, few, owners, order, least, alone=True)
+                found = Comparison(before, few, owners, order, least, alone=True)
                 if found.problems(what, run.loss_reduction):
                     return found.problems(what, run.loss_reduction)
     return []
@@ -248,125 +249,3 @@ def _findings(run: _Runs, batch: Any, count: int, least: float) -> list[str]:
 
 def _refuse(problem: str) -> None:
     raise ConfigurationError("sample isolation cannot be checked", [problem])
-
-
-class _Comparison:
-    """Two runs, in the rows of samples that were not changed.
-
-    Args:
-        before, after: the runs.
-        others: the samples that were not changed.
-        tolerance: relative change that is none.
-        alone: whether `after` ran with the others alone, in their order.
-    """
-
-    def __init__(
-        self,
-        before: Witness,
-        after: Witness,
-        owners: Owners,
-        others: Sequence[int],
-        tolerance: float,
-        *,
-        alone: bool = False,
-    ) -> None:
-        self.before, self.after, self.tolerance, self.alone = before, after, tolerance, alone
-        self.n_rows = owners.n_rows
-        self.rows = rows_in_order(owners.index_on(torch.device("cpu")), others)
-
-    def _before(self, prints: Prints) -> Prints:
-        """The others' rows."""
-        return [one[self.rows] if one is not None and len(one) == self.n_rows else None for one in prints]
-
-    def _after(self, prints: Prints) -> Prints:
-        if not self.alone:
-            return self._before(prints)
-        return [one if one is not None and len(one) == len(self.rows) else None for one in prints]
-
-    def _by(self, before: Prints, after: Prints) -> float:
-        return difference(self._before(before), self._after(after))
-
-    def largest(self) -> float:
-        """The largest change of a gradient."""
-        pairs = [(seen, self.after.backward.get(key)) for key, seen in self.before.backward.items()]
-        return max((self._by(a.outputs, b.outputs) for a, b in pairs if b is not None), default=0.0)
-
-    def problems(self, what: str, loss_reduction: str = "") -> list[str]:
-        """A sentence for each module that mixes samples; one for the loss where gradients change and no module does."""
-        paths = dict.fromkeys(path for path, _ in self.before.backward)
-        changed = next((found for found in map(self._changed, paths) if found is not None), None)
-        if changed is None:
-            return []
-        modules = self._mixing()
-        if modules:
-            return [_module_problem(path, kind, what) for path, kind in modules]
-        return [self._loss_problem(*changed, what, loss_reduction)]
-
-    def _changed(self, path: str) -> tuple[Key, Seen] | None:
-        """A call of the module at `path` whose gradient differs, and the same call of the other run.
-
-        Layers that take a step for each position, up to the longest sample's, may be called more or less often there. Then
-        calls are the same if those counted from the first are, or those counted from the last.
-        """
-        more = self.after.calls(path) - self.before.calls(path)
-        found = [self._changed_call(path, shift) for shift in dict.fromkeys((0, more))]
-        return None if None in found else found[0]
-
-    def _changed_call(self, path: str, shift: int) -> tuple[Key, Seen] | None:
-        for call in range(1, self.before.calls(path) + 1):
-            other = self.after.backward.get((path, call + shift))
-            if other is not None and self._differs(self.before.backward[path, call], other):
-                return (path, call), other
-        return None
-
-    def _differs(self, a: Seen, b: Seen) -> bool:
-        if self._by(a.outputs, b.outputs) > self.tolerance:
-            return True
-        reached = any(g is not None and bool((g[:, 1] > 0).any()) for g in self._before(a.outputs))
-        return reached and self._by(a.inputs, b.inputs) > self.tolerance
-
-    def _mixing(self) -> list[tuple[str, str]]:
-        """Innermost modules whose outputs changed for the others while their inputs did not."""
-        found: dict[str, str] = {}
-        for key, a in self.before.forward.items():
-            b = self.after.forward.get(key)
-            if b is not None and self._by(a.inputs, b.inputs) <= self.tolerance < self._by(
-                a.outputs, b.outputs
-            ):
-                found[key[0]] = a.kind
-        return [
-            (path, kind)
-            for path, kind in found.items()
-            if not any(other != path and other.startswith(f"{path}." if path else "") for other in found)
-        ]
-
-    def _loss_problem(self, key: Key, changed: Seen, what: str, loss_reduction: str) -> str:
-        path, kind = key[0] or "(root)", self.before.backward[key].kind
-        a, b = self.before.backward[key].outputs, changed.outputs
-        inside = next(iter(self.before.backward)) != key
-        origin = "an auxiliary loss, or a gradient that mixes samples" if inside else "the loss"
-        start = (
-            f"{origin}: the gradient that one sample sends to {path} ({kind}) changes with the {what} of another sample, though "
-            "no module mixes samples in the forward. "
-        )
-        if what == "presence" and common_factor(self._before(a), self._after(b), self.tolerance):
-            return start + (
-                f"All gradients change by one factor: with loss_reduction={loss_reduction!r} the loss must be the "
-                f"{loss_reduction} over samples of each one's own loss."
-            )
-        if common_factor(self._before(a), self._after(b), self.tolerance):
-            return start + (
-                "All gradients change by one factor, as with a mean over the tokens of the whole batch: divide each sample's loss by "
-                "its own number of tokens, or by a constant."
-            )
-        return start + (
-            "In-batch negatives, a baseline or statistics over the batch do this. Compute each sample's loss from its own rows "
-            "(rows_per_sample), or compare it with constants or public data."
-        )
-
-
-def _module_problem(path: str, kind: str, what: str) -> str:
-    return (
-        f"{path or '(root)'} ({kind}): what it computes for one sample changes with the {what} of another sample (batch statistics, "
-        "mixing along the batch dimension). Use a layer that treats samples one by one (GroupNorm for BatchNorm)."
-    )

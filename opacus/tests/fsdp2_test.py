@@ -151,6 +151,10 @@ def test_streams_are_one_for_each_shard_pattern_and_their_seeds_differ(four_rank
         assert len({(state["base"], state["offset"]) for state in states}) == 1
 
 
+def test_known_layouts_are_those_of_a_fresh_look(two_ranks):
+    two_ranks.run(cases.known_layouts)
+
+
 # ------------------------------------------------------------------------------------------------- collectives
 
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
-from opacus.distributed.sharding import local_of, reshard
+from opacus.distributed.sharding import Layouts, axes_of, layout_of, local_of, reshard
 from opacus.grad_sample import wrap_model as wrapped
 from opacus.optimizers import get_optimizer_class
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
@@ -358,6 +358,18 @@ def adaptive_bound(rows: tuple[int, ...]) -> tuple[float, float]:
         private.step([mine])
         found.append(private.optimizer.max_grad_norm)
     return found[0], found[1]
+
+
+def known_layouts() -> None:
+    """What is known of parameters is what a fresh look finds, whichever axes are tensor parallel by now, and after a new sharding."""
+    known = Layouts()
+    for model in (shard(build(), mesh_of("fsdp"), "block"), shard(build(width=6), mesh_of("fsdp"), "leaf")):
+        parameters = list(model.parameters())
+        axes = frozenset(axes_of(parameters[0].device_mesh))
+        for model_axes in (frozenset(), axes, frozenset()):
+            for p in parameters * 2:
+                assert known.of(p, model_axes) == layout_of(p, model_axes)
+        assert any(layout_of(p, axes) != layout_of(p) for p in parameters)
 
 
 # ------------------------------------------------------------------------------------------------- collectives

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -88,6 +90,20 @@ def per_sample(net: Net, x: Tensor) -> list[dict[str, Tensor]]:
     return found
 
 
+def booked(net: Net, bound: float | list[float], **options: Any) -> DPOptimizer:
+    """An optimizer that clips `net`'s gradients in mode "bk": all together, or each parameter's to its own bound."""
+    hooks = wrap_model(net, "bk", False, loss_reduction="sum", **options)
+    optimizer = (DPPerLayerOptimizer if isinstance(bound, list) else DPOptimizer)(
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        noise_multiplier=0.0,
+        max_grad_norm=bound,
+        expected_batch_size=None,
+        loss_reduction="sum",
+    )
+    optimizer.attach_book(hooks.policy)
+    return optimizer
+
+
 @pytest.mark.parametrize("style", ["flat", "per_layer"])
 @pytest.mark.parametrize("share", [1, 6, 10**6])
 def test_sums_of_products_that_waited_are_exact(played, monkeypatch, style, share):
@@ -106,16 +122,7 @@ def test_sums_of_products_that_waited_are_exact(played, monkeypatch, style, shar
     factors = {name: (clip[name] / norms[name]).clamp(max=1.0) for name in names}
 
     net.zero_grad(set_to_none=True)
-    hooks = wrap_model(net, "bk", False, loss_reduction="sum")
-    kind = DPOptimizer if style == "flat" else DPPerLayerOptimizer
-    optimizer = kind(
-        torch.optim.SGD(net.parameters(), lr=0.1),
-        noise_multiplier=0.0,
-        max_grad_norm=clip[names[0]] if style == "flat" else [clip[name] for name in names],
-        expected_batch_size=None,
-        loss_reduction="sum",
-    )
-    optimizer.attach_book(hooks.policy)
+    optimizer = booked(net, clip[names[0]] if style == "flat" else list(clip.values()))
     for _ in range(2):
         optimizer.zero_grad()
         played.clear()
@@ -140,15 +147,7 @@ def test_rows_of_one_shape_are_normed_and_summed_together(played, monkeypatch, s
     clip = {name: norm.median().item() for name, norm in norms.items()}
 
     net.zero_grad(set_to_none=True)
-    hooks = wrap_model(net, "bk", False, loss_reduction="sum", stash_budget=10**9)
-    optimizer = DPPerLayerOptimizer(  # each parameter on its own
-        torch.optim.SGD(net.parameters(), lr=0.1),
-        noise_multiplier=0.0,
-        max_grad_norm=list(clip.values()),
-        expected_batch_size=None,
-        loss_reduction="sum",
-    )
-    optimizer.attach_book(hooks.policy)
+    optimizer = booked(net, list(clip.values()), stash_budget=10**9)  # each parameter on its own
     for _ in range(2):
         optimizer.zero_grad()
         played.clear()
@@ -184,15 +183,7 @@ def test_a_sample_that_is_not_finite_leaves_the_others_sum(played):
     net = Net().double()
     x = torch.randn(B, T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x[1, 2, 3] = torch.inf
-    hooks = wrap_model(net, "bk", False, loss_reduction="sum", strict=False)
-    optimizer = DPOptimizer(
-        torch.optim.SGD(net.parameters(), lr=0.1),
-        noise_multiplier=0.0,
-        max_grad_norm=1e3,
-        expected_batch_size=None,
-        loss_reduction="sum",
-    )
-    optimizer.attach_book(hooks.policy)
+    optimizer = booked(net, 1e3, strict=False)
     for _ in range(2):
         optimizer.zero_grad()
         net(x).square().sum().backward()

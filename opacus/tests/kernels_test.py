@@ -91,6 +91,13 @@ def test_rows_with_factor_zero_are_left_out_whatever_they_hold():
     assert row_sq_norms(rows).isfinite().tolist() == [[True] * 3, [True, False, True]]
 
 
+def test_more_samples_than_a_grid_has_room_for_are_left_to_plain_code():
+    rows = torch.ones(2**16, 2, device="cuda")
+    assert fused(rows[1:])
+    assert not fused(rows)
+    assert torch.equal(row_sq_norms([rows[1:]]), torch.full((1, 2**16 - 1), 2.0, device="cuda"))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tensors_may_begin_anywhere(dtype):
     """Parts of a flat buffer are contiguous, and begin at no multiple of 16 bytes."""

@@ -17,15 +17,26 @@ except ImportError:  # CPU builds of torch come without it
 
 __all__ = ["addresses", "aligned", "fused", "language_type", "parts", "power_of_two", "tl", "triton"]
 
+_MOST_SAMPLES = 2**16 - 1
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LANGUAGE = {} if tl is None else dict(zip(_TYPES, (tl.float32, tl.bfloat16, tl.float16), strict=True))
 
 
 def fused(*tensors: Tensor) -> bool:
-    """Whether the kernels take `tensors`: floating-point and contiguous, on a CUDA device, with Triton there."""
+    """Whether the kernels take `tensors`: floating-point and contiguous, on a CUDA device, with Triton there.
+
+    Batch first: samples are numbered along a side of the grid that CUDA limits.
+    """
     if triton is None:
         return False
-    return all(t.is_cuda and t.dtype in _TYPES and t.is_contiguous() and t.numel() > 0 for t in tensors)
+    return all(
+        t.is_cuda
+        and t.dtype in _TYPES
+        and t.is_contiguous()
+        and t.numel() > 0
+        and t.shape[:1].numel() <= _MOST_SAMPLES
+        for t in tensors
+    )
 
 
 def addresses(*lists: Sequence[Tensor]) -> Tensor:
