@@ -27,8 +27,9 @@ from opacus.grad_sample.kernels import weighted_rows
 from opacus.grad_sample.products import scaled_products
 from opacus.grad_sample.tensor_axis import TensorAxis
 
-__all__ = ["Block", "clipped_sums", "is_small", "joined", "launch_budget", "take_norms"]
+__all__ = ["SMALL", "Block", "clipped_sums", "is_small", "joined", "launch_budget", "take_norms"]
 
+SMALL = 2**17  # elements: copying so few costs less than a launch
 # what one launch writes (scaled copies, sums) is this share of what is kept, at most
 _SHARE = 32
 
@@ -67,8 +68,8 @@ class Block:
 
 
 def is_small(use: Kept) -> bool:
-    """Whether copying it next to others costs less than a launch of its own: biases, norms, LoRA matrices."""
-    return isinstance(use, (KeptRows, KeptPositions)) and use.width <= 2**17
+    """Whether it is copied next to others, to be normed and summed with them: biases, norms, LoRA matrices."""
+    return isinstance(use, (KeptRows, KeptPositions)) and use.width <= SMALL
 
 
 def joined(

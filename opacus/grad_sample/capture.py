@@ -70,6 +70,12 @@ class Policy(Protocol):
         """The backward failed half-way: forget what was received since `begin`."""
 
 
+class _Here(threading.local):
+    """What is so in this thread alone."""
+
+    paused = False
+
+
 def refuse_if_captured(root: nn.Module) -> None:
     """Raise if a layer of `root` is captured already.
 
@@ -129,7 +135,7 @@ class Capture:
         self._handles: list[Any] = []
         self._slots: list[Slot] = []  # of the layers
         self._asleep: list[tuple[str, nn.Module, list[Slot]]] = []  # frozen layers, not hooked
-        self._local = threading.local()
+        self._local = _Here()
         self._open: OneBackward | None = None
         self._repeated: OneBackward | None = None
         self._lock = threading.RLock()
@@ -197,7 +203,7 @@ class Capture:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Within this thread, layer calls are neither captured nor run with detached weights."""
-        before = getattr(self._local, "paused", False)
+        before = self._local.paused
         self._local.paused = True
         try:
             yield
@@ -298,7 +304,7 @@ class Capture:
         def before(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             names: list[str] = []
             switched_off: list[nn.Parameter] = []
-            if self.enabled and layer is original() and not getattr(self._local, "paused", False):
+            if self.enabled and layer is original() and not self._local.paused:
                 self._drop_failed_backward()
                 for slot in slots:
                     parameter = slot.parameter
@@ -459,7 +465,7 @@ class Capture:
         captured = self._assemble(call, saved, grads, backward)
         parts = [captured] if call.pieces is None else local_calls(captured, call.pieces, call.path)
         device_type = grads[0].device.type
-        paused, self._local.paused = getattr(self._local, "paused", False), True
+        paused, self._local.paused = self._local.paused, True
         try:
             if torch.is_autocast_enabled(device_type):
                 with torch.autocast(device_type, enabled=False):

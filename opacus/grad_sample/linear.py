@@ -36,6 +36,8 @@ def sizes(captured: Captured) -> tuple[int, int, int, int]:
 def weight_rows(captured: Captured) -> Tensor:
     """`[R, P, D]`."""
     a, g = captured.batched(2), captured.backprops
+    if a.dim() == 3:
+        return outer(a, g)
     positions = math.prod(g.shape[1:-1])
     return outer(a.reshape(a.shape[0], positions, a.shape[-1]), g.reshape(g.shape[0], positions, g.shape[-1]))
 

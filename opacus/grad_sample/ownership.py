@@ -83,11 +83,13 @@ def all_parameters(root: nn.Module) -> list[nn.Parameter]:
     found: dict[int, nn.Parameter] = {}
     while stack:
         module = stack.pop()
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                found[id(parameter)] = parameter
-        for child in module._modules.values():
-            if child is not None and id(child) not in met:
-                met.add(id(child))
-                stack.append(child)
+        if module._parameters:  # most modules of a model with adapters have none
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    found[id(parameter)] = parameter
+        if module._modules:
+            for child in module._modules.values():
+                if child is not None and id(child) not in met:
+                    met.add(id(child))
+                    stack.append(child)
     return list(found.values())

@@ -36,6 +36,8 @@ def _batched(left: Tensor, right: Tensor) -> Tensor:
         return torch.matmul(left, right)
     if left.device.type != "cuda":
         return torch.matmul(left.float(), right.float())
+    if left.dim() == 3:  # of every LoRA matrix: views would take as long as the rest
+        return torch.bmm(left, right, out_dtype=torch.float32)
     lead = left.shape[:-2]
     product = torch.bmm(left.flatten(0, -3), right.flatten(0, -3), out_dtype=torch.float32)
     return product.unflatten(0, lead)

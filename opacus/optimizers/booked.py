@@ -13,7 +13,7 @@ from opacus.devices import Placement, computing_device
 from opacus.distributed.scatter import reduce_to_shards
 from opacus.distributed.sharding import Layouts, is_fsdp, local_of
 from opacus.errors import PerSampleGradientError, raise_if_any
-from opacus.grad_sample.blocks import Block, clipped_sums, launch_budget
+from opacus.grad_sample.blocks import SMALL, Block, clipped_sums, launch_budget
 from opacus.grad_sample.book import Book
 from opacus.optimizers.utils import alike, describe
 
@@ -113,8 +113,16 @@ class BookedSums:
             del formed  # so that each is given back as it leaves
             reduce_to_shards(self._in_order(), sums.of, self._add, self._layouts, model_axes=book.axis.names)
             return
+        earlier: list[Tensor] = []
+        small: list[Tensor] = []
         for parameter, total in itertools.chain(formed, clipped_sums(blocks, factors, launch_budget(blocks))):
-            self._add(parameter, total)
+            if total.numel() <= SMALL and id(parameter) in self._fresh:
+                earlier.append(self._fresh[id(parameter)])
+                small.append(total)
+            else:
+                self._add(parameter, total)
+        for group in alike(earlier, small) if small else ():  # many: in a few launches
+            torch._foreach_add_(*group)
 
     def _in_order(self) -> list[nn.Parameter]:
         """The optimizer's parameters in the order that is the same on every rank: the model's."""
@@ -188,17 +196,19 @@ class BookedSums:
                 "per-sample gradients are not there: no backward pass was captured since the last step. Call "
                 "loss.backward() on the output of the private module before step(), and check that its hooks are enabled."
             )
-        inside, sharded = book.inside(), is_fsdp(book.root)
-        raise_if_any(
-            "step() cannot go on",
-            [
-                f"{describe(optimizer, p)} is not part of the model that was made private (were layers or adapters replaced "
-                f"since?{_SHARDED_SINCE if sharded else ''}), so an update would not be private."
-                for p in optimizer.params
-                if id(p) not in inside
-            ],
-            PerSampleGradientError,
-        )
+        inside = book.inside()
+        outside = [p for p in optimizer.params if id(p) not in inside]
+        if outside:  # the rest of the question walks over the model
+            since = _SHARDED_SINCE if is_fsdp(book.root) else ""
+            raise_if_any(
+                "step() cannot go on",
+                [
+                    f"{describe(optimizer, p)} is not part of the model that was made private (were layers or adapters replaced "
+                    f"since?{since}), so an update would not be private."
+                    for p in outside
+                ],
+                PerSampleGradientError,
+            )
         earlier: list[Tensor] = []
         later: list[Tensor] = []
         for p in optimizer.params:

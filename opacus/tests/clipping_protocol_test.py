@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus import PrivacyEngine
 from opacus.errors import PerSampleGradientError
 from opacus.grad_sample import GradSampleModule
+from opacus.grad_sample.blocks import SMALL
 from opacus.tests import grad_sample_models_test as models
 from opacus.tests.clipped_sums import WAYS, Private, clipped_by_loop, norms_of
 from opacus.tests.per_sample import assert_close, expected, per_sample_loss
@@ -42,9 +43,17 @@ def added(*sums):
     return {name: sum(total[name] for total in sums) for name in sums[0]}
 
 
+def with_large_matrices() -> nn.Module:
+    """Small sums of several backwards are added together, large ones each by itself."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, SMALL // 4 + 1), nn.Tanh(), nn.Linear(SMALL // 4 + 1, 3)).double()
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_several_backwards_before_a_step_all_count(way):
-    model = small()
+@pytest.mark.parametrize("build", [small, with_large_matrices])
+def test_several_backwards_before_a_step_all_count(build, way):
+    model = build()
+    assert (max(p.numel() for p in model.parameters()) > SMALL) == (build is with_large_matrices)
     x, y, z = batches(3, 2, 4)
     want = added(*(loop(model, one) for one in (x, y, z)))
     private = Private(model, way, clip=0.5)
