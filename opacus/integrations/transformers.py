@@ -16,7 +16,7 @@ from opacus.distributed.errors import ReplicaError
 from opacus.errors import ConfigurationError, raise_if_any
 from opacus.integrations.hf.calibration import find_contract
 from opacus.integrations.hf.fused_head import WholeHead
-from opacus.integrations.hf.mixin import DPTrainerMixin
+from opacus.integrations.hf.mixin import RUN_ENDED, DPTrainerMixin
 from opacus.integrations.hf.plan import (
     Plan,
     noise_for,
@@ -158,6 +158,8 @@ def make_trainer_private(
     )
     if isinstance(trainer, DPTrainerMixin) and trainer.privacy is not None:
         problems = ["the trainer is private already; build another one for another run."]
+    elif isinstance(trainer, DPTrainerMixin) and trainer._ended is not None:
+        problems = [RUN_ENDED]
     if ranks is not None:
         settings = {
             "the trainer": type(trainer).__name__,

@@ -350,9 +350,20 @@ def test_detaching_leaves_no_hook_and_no_attribute():
     hooks = {name for name, module in trainer.model.named_modules() if module._forward_hooks}
     assert hooks
     trainer.train()
+    spent = trainer.get_epsilon(), trainer.get_epsilon(1e-3)
     model = trainer.detach_privacy()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert not any(hasattr(p, "summed_grad") or p._post_accumulate_grad_hooks for p in model.parameters())
+    assert (trainer.get_epsilon(), trainer.get_epsilon(1e-3)) == spent
+    assert 0 < spent[1] < spent[0]
+    for again in (trainer.train, lambda: make_trainer_private(trainer, noise_multiplier=1.0, **QUICK)):
+        with pytest.raises(ConfigurationError, match="another one would not count what it spent"):
+            again()
+
+
+def test_a_trainer_of_a_private_kind_is_refused_until_it_was_made_private():
+    kind = type(private(SFT))
+    trainer = kind.__new__(kind)
     with pytest.raises(ConfigurationError, match="not private yet"):
         trainer.train()
 

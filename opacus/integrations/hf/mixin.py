@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opacus.accountants import IAccountant
 from opacus.errors import ConfigurationError, raise_if_any
 from opacus.integrations.hf.batches import PhysicalBatch, PoissonLoader
 from opacus.integrations.hf.nan_losses import FixedDenominator, means_without_nan
@@ -16,8 +17,12 @@ from opacus.integrations.hf.refusals import changed_problems, trainer_problems
 from opacus.integrations.hf.run import PrivateRun
 from opacus.integrations.hf.unwrapped import alone
 
-__all__ = ["DPTrainerMixin"]
+__all__ = ["RUN_ENDED", "DPTrainerMixin"]
 
+RUN_ENDED = (
+    "the trainer's private run was ended by detach_privacy(), and another one would not count what it spent. Build another trainer, "
+    "and add up what both spend if they train on the same records."
+)
 # figures in a trainer's log that are not computed from private data
 _HARMLESS = ("learning_rate", "epoch", "train_runtime", "train_steps_per_second")
 
@@ -42,6 +47,9 @@ class DPTrainerMixin:
     """
 
     privacy: PrivateRun | None = None
+    _ended: tuple[IAccountant, float] | None = (
+        None  # after `detach_privacy`: what counted, and at which delta
+    )
     # the trainer's
     args: Any
     state: Any
@@ -50,6 +58,8 @@ class DPTrainerMixin:
     optimizer: Any
 
     def _run(self) -> PrivateRun:
+        if self._ended is not None:
+            raise ConfigurationError("training cannot start", [RUN_ENDED])
         if self.privacy is None:
             raise ConfigurationError(
                 "training cannot start",
@@ -58,20 +68,25 @@ class DPTrainerMixin:
         return self.privacy
 
     def get_epsilon(self, delta: float | None = None) -> float:
-        """Epsilon spent so far.
+        """Epsilon spent so far, of a run that was detached too.
 
         Args:
             delta: between 0 and 1; by default that of the run.
         """
+        if self._ended is not None:
+            accountant, of_run = self._ended
+            return accountant.get_epsilon(of_run if delta is None else delta)
         return self._run().epsilon(delta)
 
     def detach_privacy(self) -> Any:
         """Take hooks and all else off the model, which is then as before, trained.
 
         Returns:
-            The model. Training it further with this trainer is refused.
+            The model. Training it further with this trainer is refused: another run would not count what this one spent.
         """
-        self._run().detach()
+        run = self._run()
+        run.detach()
+        self._ended = run.accountant, run.plan.delta
         self.privacy = None
         return self.model
 
