@@ -26,7 +26,15 @@ from opacus.distributed.sharding import Homes, is_fsdp
 from opacus.errors import PerSampleGradientError, raise_if_any
 from opacus.grad_sample.blocks import Block, is_small, joined, take_norms
 from opacus.grad_sample.captured import Captured
-from opacus.grad_sample.kept import Kept, KeptElsewhere, KeptRows, KeptWithNorm, joint_sq_norm
+from opacus.grad_sample.kept import (
+    Kept,
+    KeptElsewhere,
+    KeptRows,
+    KeptWithNorm,
+    can_merge,
+    joint_sq_norm,
+    merged,
+)
 from opacus.grad_sample.ownership import Slot, all_parameters
 from opacus.grad_sample.routes import Route
 from opacus.grad_sample.selection import norms_by_user, rule_for
@@ -68,6 +76,10 @@ class _Uses:
         self.size = use.sq_norm().sqrt().sum() + self.size
         rounding = expected_rounding(list(captured.outputs))
         self.rounding = rounding.to(self.parameter.device) + self.rounding
+
+    def add_clipped(self, use: Kept, factor_of: Callable[[nn.Parameter], Tensor]) -> None:
+        clipped = use.clipped(factor_of(self.parameter))
+        self.clipped = clipped if self.clipped is None else self.clipped.add_(clipped)
 
     def forget_kept(self) -> None:
         """Norms alone are left."""
@@ -137,8 +149,8 @@ class Book:
 
     def begin(self) -> None:
         self._uses.clear()
-        instantiates = not self.ghost_norms and self.stage != "sums"
-        self._route = Route(budget=self.stash_budget, always_instantiate=instantiates)
+        # in both passes: sums of other numbers than the norms' might be longer than these say
+        self._route = Route(budget=self.stash_budget, always_instantiate=not self.ghost_norms)
         if self.stage in _FIRST and self.pending() and not self.accumulation_allowed():
             raise ValueError(
                 "the clipped gradients of an earlier backward are still there, and grad accumulation is not compatible "
@@ -182,8 +194,10 @@ class Book:
         if key in self._attached and self.stage in _FIRST:
             uses.note_unclipped(use, captured)
         if self.stage == "sums":
-            clipped = use.clipped(self._factor_of(uses.parameter))
-            uses.clipped = clipped if uses.clipped is None else uses.clipped.add_(clipped)
+            if key in self._repeated and can_merge(use):
+                uses.kept.append(use)
+            else:
+                uses.add_clipped(use, self._factor_of)
         elif self.stage in ("one pass", "unwrapped") or key in self._repeated or uses.sq_norm_B is not None:
             uses.kept.append(use)
             if len(uses.kept) == 1 and key not in self._repeated and not use.waits:
@@ -226,11 +240,11 @@ class Book:
         for key, uses in self._uses.items():
             if not uses.kept or key not in wanted:
                 continue
-            alone = len(uses.kept) == 1
-            if join and alone and is_small(uses.kept[0]):
+            sq_norm_B = uses.sq_norm_B if len(uses.kept) == 1 else None
+            uses.kept = merged(uses.kept)
+            if join and len(uses.kept) == 1 and is_small(uses.kept[0]):
                 small.setdefault((computing_device(uses.parameter), uses.split), []).append(uses)
             else:
-                sq_norm_B = uses.sq_norm_B if alone else None
                 blocks.append(Block([uses.parameter], [uses.shape], uses.kept, sq_norm_B, uses.split))
         self._uses.clear()  # the blocks hold what was kept, until it is summed
         blocks += [
@@ -280,6 +294,9 @@ class Book:
 
     def clipped(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Ghost, after the second pass: the clipped sum of each parameter that was used; given away."""
+        for uses in self._uses.values():
+            for use in merged(uses.kept):
+                uses.add_clipped(use, self._factor_of)
         found = [(uses.parameter, uses.clipped) for uses in self._uses.values() if uses.clipped is not None]
         self._uses.clear()
         return found

@@ -21,6 +21,7 @@ from opacus.grad_sample.grad_sample_module import GradSampleHooks, GradSampleMod
 from opacus.grad_sample.interface import capture_of
 from opacus.grad_sample.ownership import slots
 from opacus.grad_sample.selection import NORM_SAMPLERS, rule_for
+from opacus.norms import as_rows, row_norms
 from opacus.optimizers.clipping import flat_clip_factor
 
 __all__ = [
@@ -42,9 +43,9 @@ def create_norm_sample(*, param: nn.Parameter, grad_sample: Tensor, max_batch_le
     """
     if not param.requires_grad:
         return
-    flat = grad_sample.flatten(1) if grad_sample.dim() > 1 else grad_sample.unsqueeze(1)
+    flat = as_rows(grad_sample)
     norm_B = flat.new_zeros(max_batch_len, dtype=torch.promote_types(flat.dtype, torch.float32))
-    norm_B[: flat.shape[0]] = torch.linalg.vector_norm(flat, dim=1, dtype=norm_B.dtype)
+    norm_B[: flat.shape[0]] = row_norms(flat, norm_B.dtype)
     param._norm_sample = norm_B  # type: ignore[attr-defined]
 
 

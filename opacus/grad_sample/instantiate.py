@@ -19,6 +19,7 @@ from opacus.grad_sample.captured import Captured
 from opacus.grad_sample.ownership import Slot, all_parameters
 from opacus.grad_sample.selection import rule_for
 from opacus.grad_sample.verification import disagreement, expected_rounding, noting, unverifiable
+from opacus.norms import as_rows
 
 __all__ = ["Instantiate"]
 
@@ -178,7 +179,7 @@ class Instantiate:
 def _difference(grad_sample: Tensor, grad: Tensor, scale: int, rounding: Tensor) -> Tensor:
     """`[3]`: norm of the difference, sum of per-sample norms, rounding error to expect."""
     dtype = torch.promote_types(grad_sample.dtype, torch.float32)
-    flat = grad_sample.flatten(1).to(dtype)
+    flat = as_rows(grad_sample).to(dtype)
     plain = (grad.to_dense() if grad.is_sparse else grad).flatten().to(dtype) * scale
     difference = torch.linalg.vector_norm(flat.sum(0) - plain)
     return torch.stack([difference, torch.linalg.vector_norm(flat, dim=1).sum(), rounding.to(flat)])

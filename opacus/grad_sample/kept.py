@@ -25,6 +25,7 @@ from opacus.grad_sample.products import (
     reduces_float32,
     scaled_product,
 )
+from opacus.norms import as_rows, row_norms, wide_dtype
 
 __all__ = [
     "Kept",
@@ -35,10 +36,11 @@ __all__ = [
     "KeptRows",
     "KeptWithNorm",
     "LookedUp",
+    "can_merge",
     "joint_sq_norm",
     "launched_with",
+    "merged",
     "rows_of",
-    "segment_sq_norm",
     "sq_norms",
 ]
 
@@ -88,13 +90,13 @@ class KeptRows:
 
     def matrix(self) -> Tensor:
         """`[B, elements]`, at least float32."""
-        flat = self.grad_B.flatten(1) if self.grad_B.dim() > 1 else self.grad_B.unsqueeze(1)
+        flat = as_rows(self.grad_B)
         return (
             flat if flat.dtype == torch.float32 else flat.to(torch.promote_types(flat.dtype, torch.float32))
         )
 
     def sq_norm(self) -> Tensor:
-        return torch.linalg.vector_norm(self.matrix(), dim=1).square()
+        return row_norms(self.matrix()).square()
 
     def instantiated(self) -> Tensor:
         return self.grad_B
@@ -234,6 +236,24 @@ class LookedUp:
     def __init__(self, ids_N: Tensor, rows_N: Tensor, g_ND: Tensor, rectangular: bool = False) -> None:
         self.ids_N, self.rows_N, self.rectangular = ids_N, rows_N, rectangular
         self.g_ND = g_ND.to(torch.promote_types(g_ND.dtype, torch.float32))
+        self._added_up = False
+
+    def add_up(self, n_entries: int) -> None:
+        """Let what a row gave to one entry of the table stand in one place, the first; zeros in the others. No host sync.
+
+        Norm and clipped sum are then of the same numbers: where the parts nearly cancel, rounding each by itself would let
+        the clipped sum be longer than the norm says.
+        """
+        if self._added_up or not self.ids_N.shape[0]:
+            return
+        key_N, order_N = (self.rows_N * n_entries + self.ids_N).sort(stable=True)
+        starts_N = torch.ones_like(key_N, dtype=torch.bool)
+        starts_N[1:] = key_N[1:] != key_N[:-1]
+        places_N = torch.arange(key_N.shape[0], device=key_N.device)
+        first_N = torch.where(starts_N, places_N, 0).cummax(0).values
+        target_N = torch.empty_like(order_N).scatter_(0, order_N, order_N[first_N])
+        self.g_ND = torch.zeros_like(self.g_ND).index_add_(0, target_N, self.g_ND)
+        self._added_up = True
 
     def grad_rows(self, n_rows: int, n_entries: int) -> Tensor:
         """`[n_rows, V, D]`."""
@@ -253,31 +273,22 @@ class KeptLookup:
     waits = False
 
     def sq_norm(self) -> Tensor:
-        return segment_sq_norm(self.looked, self.n_samples, self.shape[0])
+        looked = self.looked
+        looked.add_up(self.shape[0])
+        norm_N = row_norms(looked.g_ND)
+        # thousands of terms a sample
+        total_B = norm_N.new_zeros(self.n_samples, dtype=wide_dtype(norm_N))
+        return total_B.index_add_(0, looked.rows_N, norm_N.to(total_B.dtype).square()).to(norm_N.dtype)
 
     def instantiated(self) -> Tensor:
         return self.looked.grad_rows(self.n_samples, self.shape[0])
 
     def clipped(self, factor_B: Tensor) -> Tensor:
         looked = self.looked
+        looked.add_up(self.shape[0])
         factor_N = factor_B.to(looked.g_ND.dtype)[looked.rows_N].unsqueeze(1)
         scaled = (looked.g_ND * factor_N).masked_fill(factor_N == 0, 0)
         return scaled.new_zeros(self.shape).index_add_(0, looked.ids_N, scaled)
-
-
-def segment_sq_norm(looked: LookedUp, n_samples: int, n_entries: int) -> Tensor:
-    """Squared norm of each sample's embedding gradient, `[n_samples]`, without `[B, V, D]` and without a host sync.
-
-    Positions are sorted by (sample, id), backprops added per segment, squared segment sums added per sample.
-    """
-    key_N, order = (looked.rows_N * n_entries + looked.ids_N).sort()
-    starts = torch.ones_like(key_N, dtype=torch.bool)
-    starts[1:] = key_N[1:] != key_N[:-1]
-    segment_N = starts.cumsum(0) - 1
-    sums = torch.zeros_like(looked.g_ND).index_add_(0, segment_N, looked.g_ND[order])
-    sample_of_segment = torch.zeros_like(key_N).scatter_(0, segment_N, key_N // n_entries)
-    norms = looked.g_ND.new_zeros(n_samples)
-    return norms.index_add_(0, sample_of_segment, sums.square().sum(1))
 
 
 def launched_with(use: Kept) -> tuple[object, ...] | None:
@@ -312,18 +323,46 @@ def sq_norms(uses: Sequence[Sequence[Kept]]) -> list[Tensor]:
     return [sq_norm_B for sq_norm_B in found if sq_norm_B is not None]
 
 
+def merged(uses: Sequence[Kept]) -> list[Kept]:
+    """Several calls' uses of one parameter with those added up that can be: norm and clipped sum are then of the same numbers.
+
+    Per-sample gradients become one, in at least float32, and lookups one where nothing else is among the uses.
+    """
+    rows = [use for use in uses if _has_rows(use)]
+    lookups = [use for use in uses if isinstance(use, KeptLookup)]
+    if len(uses) > 1 and len(lookups) == len(uses):
+        return [_joined(lookups)]
+    if len(rows) < 2:
+        return list(uses)
+    total = rows[0].instantiated()
+    total = total.to(torch.promote_types(total.dtype, torch.float32))
+    for use in rows[1:]:
+        total = total + use.instantiated()
+    return [*(use for use in uses if not _has_rows(use)), KeptRows(total)]
+
+
+def can_merge(use: Kept) -> bool:
+    """Whether `merged` may add `use` to others."""
+    return _has_rows(use) or isinstance(use, KeptLookup)
+
+
+def _has_rows(use: Kept) -> bool:
+    if isinstance(use, (KeptElsewhere, KeptWithNorm)):
+        return _has_rows(use.use)
+    return isinstance(use, (KeptRows, KeptPositions))
+
+
 def joint_sq_norm(uses: Sequence[Kept]) -> Tensor:
     """Squared norm of the sum of several calls' gradients of one parameter, `[B]`.
 
     Products with equal groups join along their positions, lookups along their entries, lookups and products (tied embedding
     and head) by their cross terms; anything else is instantiated and added.
     """
+    uses = merged(uses)
     if len(uses) == 1:
         return uses[0].sq_norm()
     products = [use for use in uses if isinstance(use, KeptProduct)]
     lookups = [use for use in uses if isinstance(use, KeptLookup)]
-    if len(lookups) == len(uses):
-        return _joined(lookups).sq_norm()
     if products and len(products) + len(lookups) == len(uses):
         pairs = [product.pairs() for product in products]
         groups = {a_BKTD.shape[1] for a_BKTD, _ in pairs}
@@ -331,10 +370,26 @@ def joint_sq_norm(uses: Sequence[Kept]) -> Tensor:
         if can_cross or (len(groups) == 1 and not lookups):
             a_BKTD, g_BKTP = (torch.cat(sides, 2) for sides in zip(*pairs, strict=True))
             return _tied_sq_norm(lookups, a_BKTD, g_BKTP) if lookups else _product_sq_norm(a_BKTD, g_BKTP)
-    total = uses[0].instantiated()
-    for use in uses[1:]:
-        total = total + use.instantiated()
-    return KeptRows(total).sq_norm()
+    return _instantiated_sq_norm(uses)
+
+
+def _instantiated_sq_norm(uses: Sequence[Kept]) -> Tensor:
+    """Of uses that are clipped one by one all the same: with room for what each of them may round."""
+    total: Tensor | None = None
+    room_B: Tensor | float = 0.0
+    for use in uses:
+        rows = KeptRows(use.instantiated()).matrix()
+        rounding = 8 * torch.finfo(rows.dtype).eps
+        size_B = row_norms(rows)
+        if isinstance(use, KeptProduct):
+            a_BKTD, g_BKTP = use.pairs()
+            rounding = max(rounding, product_rounding(a_BKTD, g_BKTP))
+            size_BKT = row_norms(a_BKTD.flatten(0, -2)) * row_norms(g_BKTP.flatten(0, -2))
+            size_B = torch.linalg.vector_norm(size_BKT.view(a_BKTD.shape[:3]).sum(2), dim=1).to(size_B)
+        room_B = rounding * size_B + room_B
+        total = rows if total is None else total + rows
+    assert total is not None
+    return (row_norms(total) + room_B).square()
 
 
 def _joined(lookups: Sequence[KeptLookup]) -> KeptLookup:

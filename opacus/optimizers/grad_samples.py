@@ -11,12 +11,7 @@ from torch.optim import Optimizer
 from opacus.errors import PerSampleGradientError, raise_if_any
 from opacus.optimizers.utils import describe
 
-__all__ = ["accumulated_iterations", "as_rows", "is_zero", "mark_spent", "physical_batches"]
-
-
-def as_rows(grad_sample: Tensor) -> Tensor:
-    """`[B, ...]` as a matrix `[B, elements]` (a scalar parameter has one element)."""
-    return grad_sample.flatten(1) if grad_sample.dim() > 1 else grad_sample.unsqueeze(1)
+__all__ = ["accumulated_iterations", "is_zero", "mark_spent", "physical_batches"]
 
 
 def is_zero(grad_sample: Tensor) -> bool:

@@ -20,12 +20,12 @@ from opacus.distributed.shard_noise import ShardNoise
 from opacus.distributed.sharding import as_gradient, is_sharded, local_of
 from opacus.errors import PerSampleGradientError, raise_if_any
 from opacus.grad_sample.book import Book
+from opacus.norms import as_rows, row_norms
 from opacus.optimizers.arguments import basic_problems, positive_number_problems
 from opacus.optimizers.booked import BookedSums
 from opacus.optimizers.clipping import flat_clip_factor
 from opacus.optimizers.grad_samples import (
     accumulated_iterations,
-    as_rows,
     is_zero,
     mark_spent,
     physical_batches,
@@ -367,9 +367,7 @@ class DPOptimizer(Optimizer):
         if not used:
             used = [(parameters[0], batch[0])]
         placement = Placement(parameters, reduction_device=self.reduction_device)
-        norms = [
-            torch.linalg.vector_norm(as_rows(entry), dim=1, dtype=sq_norm_dtype(entry)) for _, entry in used
-        ]
+        norms = [row_norms(as_rows(entry), sq_norm_dtype(entry)) for _, entry in used]
         if self.loss_scale != 1:
             norms = [norm_B / self.loss_scale for norm_B in norms]
         factors = self.clip_factors([p for p, _ in used], norms, placement.reduction_device, weight_B)

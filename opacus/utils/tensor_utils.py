@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opacus.devices import total_norms
+from opacus.norms import as_rows, row_norms
 
 __all__ = [
     "calc_sample_norms",
@@ -59,7 +60,7 @@ def calc_sample_norms_one_layer(param: Tensor) -> Tensor:
         `[B]`, accumulated in float32 or wider.
     """
     dtype = torch.promote_types(param.dtype, torch.float32)
-    return torch.linalg.vector_norm(param.unsqueeze(-1).flatten(1), dim=1, dtype=dtype)
+    return row_norms(as_rows(param), dtype)
 
 
 def sum_over_all_but_batch_and_last_n(tensor: Tensor, n_dims: int) -> Tensor:
