@@ -116,6 +116,12 @@ def _parameter_findings(module: nn.Module) -> list[str]:
             for name in lazy
         ]
     computed = [
+        f"parameter {name} is complex: clipping and noise are defined for real numbers. Train its real and imaginary parts as real "
+        "parameters (torch.view_as_complex in the forward), or freeze it."
+        for name, p in trainable
+        if p.is_complex()
+    ]
+    computed += [
         f"{path or 'module'} computes its weights by a parametrization (weight norm, spectral norm, ...), outside any layer that sees "
         "samples: take it off (torch.nn.utils.parametrize.remove_parametrizations), or freeze the layer."
         for path, layer in module.named_modules()

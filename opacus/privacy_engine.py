@@ -145,6 +145,8 @@ class PrivacyEngine:
         """
         if isinstance(optimizer, DPOptimizer):
             optimizer = optimizer.original_optimizer
+        if isinstance(noise_multiplier, torch.Tensor) and noise_multiplier.dim() == 0:
+            noise_multiplier = noise_multiplier.item()
         inner = module._module if isinstance(module, AbstractGradSampleModule) else module
         mode_options = {
             name: kwargs.pop(name) for name in mode_option_names(grad_sample_mode) if name in kwargs
@@ -252,6 +254,7 @@ class PrivacyEngine:
         book = getattr(private_module, "policy", None)
         if isinstance(book, Book):
             private_optimizer.attach_book(book)
+        private_optimizer.batches = getattr(book, "batches", None)
         if poisson_sampling:
             private_module.forbid_grad_accumulation()
         if parallel is not None:
@@ -259,6 +262,12 @@ class PrivacyEngine:
         private_optimizer.made_for_one_process = parallel is None and not is_sharded_model(inner)
         guard_frozen(inner)
         private_optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=sample_rate))
+        if self.dataset is not None and self.dataset is not data_loader.dataset:
+            warnings.warn(
+                "this PrivacyEngine has made a loader of another data set private before: its epsilon adds up over both, as if the "
+                "same people were in them. Use an engine for each data set whose people differ.",
+                stacklevel=2,
+            )
         self.dataset = data_loader.dataset
         self.sampling = Sampling.of(private_loader)
         if grad_sample_mode in TWO_PASSES:

@@ -20,6 +20,7 @@ from opacus.grad_sample.ownership import Slot, all_parameters
 from opacus.grad_sample.selection import rule_for
 from opacus.grad_sample.verification import disagreement, expected_rounding, noting, unverifiable
 from opacus.norms import as_rows
+from opacus.optimizers.batch_count import BatchCount
 
 __all__ = ["Instantiate"]
 
@@ -57,6 +58,7 @@ class Instantiate:
         self._plain: set[int] = set()
         self._rounding: dict[int, Tensor] = {}  # rounding error that a sum of backprops may have, by id
         self._watched: dict[int, torch.utils.hooks.RemovableHandle] = {}
+        self.batches = BatchCount()
         self.watch()
 
     def watch(self) -> None:
@@ -77,6 +79,7 @@ class Instantiate:
         self._watched.clear()
 
     def begin(self) -> None:
+        self.batches.count()
         self._n_samples = None
         self._fresh.clear()
         self._rounding.clear()

@@ -15,6 +15,7 @@ from opacus.distributed.sharding import Layouts, is_fsdp, local_of
 from opacus.errors import PerSampleGradientError, raise_if_any
 from opacus.grad_sample.blocks import SMALL, Block, clipped_sums, launch_budget
 from opacus.grad_sample.book import Book
+from opacus.optimizers.batch_count import ONE_OPTIMIZER
 from opacus.optimizers.utils import alike, describe
 
 if TYPE_CHECKING:
@@ -190,6 +191,12 @@ class BookedSums:
                     "backward() on the result of the criterion that make_private returned (DPLossFastGradientClipping); or use "
                     "grad_sample_mode 'bk', which takes any loss."
                 ],
+            )
+        if not self.backwards and book.on_batch != self.take:
+            raise_if_any(
+                "step() cannot go on",
+                [f"the model was made private again, with another optimizer. {ONE_OPTIMIZER}"],
+                PerSampleGradientError,
             )
         if not self.backwards:
             raise ValueError(

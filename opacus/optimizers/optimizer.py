@@ -5,6 +5,7 @@ A thin order of small methods; relatives replace one of them. Devices are `opacu
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -22,6 +23,7 @@ from opacus.errors import PerSampleGradientError, raise_if_any
 from opacus.grad_sample.book import Book
 from opacus.norms import as_rows, row_norms
 from opacus.optimizers.arguments import basic_problems, positive_number_problems
+from opacus.optimizers.batch_count import BatchCount
 from opacus.optimizers.booked import BookedSums
 from opacus.optimizers.clipping import flat_clip_factor
 from opacus.optimizers.grad_samples import (
@@ -110,6 +112,7 @@ class DPOptimizer(Optimizer):
         )
         raise_if_any(f"{type(self).__name__} cannot be built", problems)
         self.original_optimizer = optimizer
+        self.batches: BatchCount | None = None  # of the model
         self.noise_multiplier = noise_multiplier
         self._sums_pending = False  # clipped to the present C, and waiting for noise
         self.max_grad_norm = max_grad_norm
@@ -250,6 +253,8 @@ class DPOptimizer(Optimizer):
         if self._check_skip_next_step():
             self._is_last_step_skipped = True
             return False
+        if self.batches is not None:
+            self.batches.release(self)
         self.add_noise()
         self._sums_pending = False
         self.reduce_gradients()
@@ -669,8 +674,20 @@ class DPOptimizer(Optimizer):
         # LR schedulers put a bound `step` on the instance; it belongs to this object, not to a copy. So does the book
         state = {name: value for name, value in self.__dict__.items() if name != "step"}
         state["_copied_from_booked"] = self._copied_from_booked or self._booked is not None
-        state["_booked"] = None
+        state["_booked"] = state["batches"] = None
         return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DPOptimizer:
+        """A copy that goes on by itself, on one stream of noise with this one: a copied stream would repeat its noise."""
+        if self._booked is None and not self._copied_from_booked and self.params:
+            stream = self.noise_stream()
+            memo[id(stream)] = stream
+        if self.generator is not None:
+            memo[id(self.generator)] = self.generator
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
