@@ -29,6 +29,7 @@ from opacus.grad_sample import (
 from opacus.grad_sample.book import Book
 from opacus.grad_sample.tensor_axis import TensorAxis
 from opacus.optimizers import DPOptimizer, get_optimizer_class
+from opacus.optimizers.inner_step import guard_inner_step
 from opacus.preconditions import TWO_PASSES, loader_findings, make_private_findings, mode_option_names
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from opacus.utils.isolation_request import IsolationRequest
@@ -270,6 +271,9 @@ class PrivacyEngine:
             )
         self.dataset = data_loader.dataset
         self.sampling = Sampling.of(private_loader)
+        capture = getattr(private_module, "capture", None)
+        if capture is not None:
+            guard_inner_step(private_optimizer, lambda: capture.attached and capture.enabled)
         if grad_sample_mode in TWO_PASSES:
             private_criterion = DPLossFastGradientClipping(
                 private_module, private_optimizer, criterion, loss_reduction

@@ -127,6 +127,7 @@ class DPOptimizer(Optimizer):
         self._noise: NoiseStream | SecureNoise | ShardNoise | None = None
         self._step_skip_queue: list[bool] = []
         self._is_last_step_skipped = False
+        self._hands_over = False  # what `.grad` holds is private, and no step has used it
         self._booked: BookedSums | None = None
         self._copied_from_booked = False
         self._sample_weight_B: Tensor | None = None
@@ -228,7 +229,16 @@ class DPOptimizer(Optimizer):
             self.zero_grad_samples()
             return loss
 
-        return self.original_optimizer.step(noisy_closure)
+        self._hands_over = True  # the closure makes gradients private before they are used
+        try:
+            return self.original_optimizer.step(noisy_closure)
+        finally:
+            self._hands_over = False
+
+    def hands_over(self) -> bool:
+        """Asked when the inner optimizer steps: whether its gradients come from a step of this one. Once for each."""
+        yes, self._hands_over = self._hands_over, False
+        return yes
 
     def pre_step(self, closure: Callable[[], Any] | None = None) -> bool:
         """All of a step but the inner optimizer's update.
@@ -262,6 +272,7 @@ class DPOptimizer(Optimizer):
         if self.step_hook is not None:
             self.step_hook(self)
         self._is_last_step_skipped = False
+        self._hands_over = True
         return True
 
     def _refuse_grad_scaler(self) -> None:
