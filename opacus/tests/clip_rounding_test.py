@@ -119,3 +119,34 @@ def test_a_wide_table_is_clipped_to_c(mode):
     (module(torch.randperm(2000)[None]) * torch.randn(1, 2000, 768)).sum().backward()
     optimizer.clip_and_accumulate()
     assert 0.9999 < model.weight.summed_grad.double().norm().item() <= 1 + ROOM
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("width", [1000, 10**6, 10**7 + 3])
+def test_norms_of_rows_on_gpus_err_by_less_than_the_clip_leaves_room_for(width):
+    from opacus.grad_sample.kernels import row_sq_norms
+
+    torch.manual_seed(0)
+    rows = torch.rand(2, width, device="cuda") + 0.5
+    true = rows.double().square().sum(1).sqrt()
+    for found in (row_norms(rows), row_sq_norms([rows])[0].sqrt()):
+        assert (found.double() / true - 1).abs().max() < torch.finfo(torch.float32).eps
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("ratio", [1.0, 1e6])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_several_uses_on_a_gpu_are_not_clipped_too_little(dtype, way, ratio):
+    torch.manual_seed(0)
+    for build, shape in (*LAYERS.values(), (lambda: nn.Embedding(7, 8), None)):
+        private = Private(Several(build(), 2).to("cuda", dtype), way, loss_reduction="sum")
+        for _ in range(3):
+            x = torch.tensor([[2, 4, 2, 2, 1, 0]]) if shape is None else torch.randn(shape).to(dtype)
+            one, other = private.run(x.cuda())
+            pull, rest = torch.randn_like(one), torch.randn_like(one)
+            length = clipped_length(
+                private, (ratio * pull * (one - other) + rest * other).float().flatten(1).sum(1)
+            )
+            assert 0 < length <= 1 + ROOM
+            private.optimizer.zero_grad()
