@@ -330,7 +330,7 @@ class Book:
             known = self._watched.get(key)
             # asked of the parameter itself: an id may be another's by now, and a weak reference forbids swapping tensors
             on_it = known is not None and known.id in (parameter._post_accumulate_grad_hooks or ())
-            if parameter.requires_grad and not on_it:
+            if parameter.requires_grad and parameter.is_leaf and not on_it:
                 self._watched[key] = parameter.register_post_accumulate_grad_hook(noting(self._plain))
                 self._verified.discard(key)
                 self._attached.discard(key)

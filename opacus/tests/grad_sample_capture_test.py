@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from opacus.errors import PerSampleGradientError
-from opacus.grad_sample import GradSampleHooks, GradSampleModule, Owners
+from opacus.grad_sample import GradSampleHooks, GradSampleModule, Owners, wrap_model
 from opacus.grad_sample.capture import Capture
 from opacus.tests.per_sample import RuleViews, assert_close, expected, grad_samples, per_sample_loss
 
@@ -388,3 +388,12 @@ def test_a_layer_that_trains_unseen_is_refused(mode: str) -> None:
         out = model[1](model[0](torch.randn(2, 3)))
     with pytest.raises(PerSampleGradientError, match=r"0 trains since the forward"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "bk"])
+def test_weights_computed_from_parameters_are_refused_by_name(mode):
+    """`functional_call` with them: the parameters' gradients come from outside any layer."""
+    module = wrap_model(nn.Linear(3, 2), mode, True)
+    doubled = {name: 2 * p for name, p in module.named_parameters()}
+    with pytest.raises(PerSampleGradientError, match=r"not complete[\s\S]*weight[\s\S]*bias"):
+        torch.func.functional_call(module, doubled, (torch.randn(4, 3),)).sum().backward()
