@@ -214,6 +214,43 @@ def test_what_was_changed_after_make_trainer_private_is_refused_by_train(change,
     assert len(trainer.privacy.accountant) == 0
 
 
+class Reset(TrainerCallback):
+    """Lets the trainer make (or takes) another optimizer when a training ends."""
+
+    def __init__(self, trainer, make) -> None:
+        self.trainer, self.make = trainer, make
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.trainer.optimizer = self.make()
+
+
+@pytest.mark.parametrize("reset", ["none", "new"])
+def test_noise_goes_on_where_it_was_when_the_optimizer_is_built_anew(reset):
+    def updates(make):
+        trainer = private(GPT2, run={"noise_multiplier": 50.0}, max_steps=2, learning_rate=1.0)
+        if make is not None:
+            trainer.add_callback(Reset(trainer, lambda: make(trainer)))
+        watch = Watch(trainer)
+        trainer.add_callback(watch)
+        trainer.train()
+        trainer.train()
+        assert len(trainer.privacy.accountant) == 4
+        flat = [torch.cat([w.flatten() for w in weights.values()]) for weights in watch.weights]
+        return torch.stack([after - before for before, after in zip(flat, flat[1:], strict=False)])
+
+    def given(trainer):
+        groups = [{"params": group["params"]} for group in trainer.privacy.optimizer.param_groups]
+        return torch.optim.SGD(groups, lr=1.0)
+
+    makers = {"none": lambda trainer: None, "new": given}
+    found, uninterrupted = updates(makers[reset]), updates(None)
+    # SGD keeps nothing between steps: the same noise on the same gradients, to the last bit, whatever optimizer stands in its place
+    assert torch.equal(found, uninterrupted)
+    size = found.shape[1]
+    cosines = torch.nn.functional.normalize(found, dim=1) @ torch.nn.functional.normalize(found, dim=1).T
+    assert float((cosines - torch.eye(4)).abs().max()) < 6 / math.sqrt(size) + 0.01  # gradients share a little
+
+
 def test_the_users_own_optimizer_is_made_private():
     trainer = make_trainer(SFT)
     own = torch.optim.SGD([p for p in trainer.model.parameters() if p.requires_grad], lr=1.0)

@@ -85,6 +85,9 @@ class PrivateRun:
 
         Raises:
             ConfigurationError: if the optimizer, or an argument for it, cannot be.
+
+        Formal guarantee:
+            However often the trainer makes a new optimizer, noise goes on in the stream of the one before.
         """
         inner = optimizer
         while inner is not self.optimizer and isinstance(getattr(inner, "optimizer", None), Optimizer):
@@ -96,7 +99,11 @@ class PrivateRun:
         plan, ranks = self.plan, self.ranks
         trained = [p for group in inner.param_groups for p in group["params"] if p.requires_grad]
         home = Placement(trained, reduction_device=plan.options.get("reduction_device")).reduction_device
-        generator = None if plan.secure_mode else torch.Generator(home).manual_seed(noise_seed(plan.seed))
+        earlier = self.optimizer
+        if earlier is not None:
+            generator = earlier.generator
+        else:
+            generator = None if plan.secure_mode else torch.Generator(home).manual_seed(noise_seed(plan.seed))
         together: dict[str, Any] = {} if ranks is None else {"process_group": ranks.group}
         private = get_optimizer_class(plan.clipping, ranks is not None, "bk")(
             inner,
@@ -109,6 +116,9 @@ class PrivateRun:
             **plan.options,
             **together,
         )
+        if earlier is not None:  # one run, one stream: noise that starts again is taken off by subtracting two updates
+            private._noise = earlier.noise_stream()
+            private._nonfinite = earlier._nonfinite
         private.made_for_one_process = ranks is None
         private.param_names = {id(p): name for name, p in self.model.named_parameters()}
         private.attach_book(self.hooks.policy)
