@@ -13,11 +13,12 @@ import accelerate
 from datasets import Dataset
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
+from transformers.trainer_utils import HubStrategy
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 from opacus.errors import ConfigurationError, PerSampleGradientError
 from opacus.integrations.hf.calibration import find_contract
-from opacus.integrations.hf.refusals import ALLOWED_LOSSES, REFUSED
+from opacus.integrations.hf.refusals import ALLOWED_LOSSES, REFUSED, trainer_problems
 from opacus.integrations.transformers import DPTrainerMixin, make_trainer_private
 from opacus.tests import hf_tiny as tiny
 from opacus.tests.hf_trainers import adapters, arguments, make_trainer, trainable
@@ -64,6 +65,29 @@ def test_settings_that_bypass_clipping_or_accounting_are_refused(setting, value,
     text = refusal_of(trainer)
     assert setting in text
     assert message in text
+
+
+@pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
+def test_uploading_checkpoints_which_hold_the_seed_of_the_noise_is_refused(strategy):
+    trainer = make_trainer(BERT)
+    trainer.args.hub_strategy = HubStrategy(strategy)
+    private = make_trainer_private(make_trainer(BERT, save_only_model=True), **RUN)
+    private.args.hub_strategy = strategy
+    trainer.args.push_to_hub = private.args.push_to_hub = True
+    text = refusal_of(trainer)
+    assert f"hub_strategy='{strategy}' uploads optimizer.pt" in text
+    assert "'every_save'" in text
+    private.train()  # saves no optimizer
+    private.args.save_only_model = False
+    with pytest.raises(ConfigurationError, match=r"uploads optimizer\.pt"):
+        private.train()
+
+
+@pytest.mark.parametrize("strategy", ["end", "every_save"])
+def test_uploading_models_is_not_refused(strategy):
+    trainer = make_trainer(BERT)
+    trainer.args.push_to_hub, trainer.args.hub_strategy = True, HubStrategy(strategy)
+    assert trainer_problems(trainer) == []
 
 
 def test_neftune_is_refused():

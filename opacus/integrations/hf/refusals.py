@@ -252,7 +252,7 @@ def trainer_problems(trainer: Any) -> list[str]:
                 f"{name}: {field}={', '.join(map(str, others))}: losses in which each sample's gradient is known to be its own: "
                 f"{', '.join(allowed)}."
             )
-    return problems + _data_problems(trainer) + _process_problems(trainer)
+    return problems + _upload_problems(trainer.args) + _data_problems(trainer) + _process_problems(trainer)
 
 
 def changed_problems(trainer: Any, records: int) -> list[str]:
@@ -338,6 +338,17 @@ def _data_problems(trainer: Any) -> list[str]:
             "length (datasets.Dataset without streaming)."
         ]
     return [] if len(data) > 1 else [f"train_dataset has {len(data)} record: pass a data set with records."]
+
+
+def _upload_problems(args: Any) -> list[str]:
+    strategy = str(getattr(getattr(args, "hub_strategy", None), "value", getattr(args, "hub_strategy", None)))
+    whole = strategy in ("checkpoint", "all_checkpoints")
+    if not (getattr(args, "push_to_hub", False) and whole) or getattr(args, "save_only_model", False):
+        return []
+    return [
+        f"args.push_to_hub with hub_strategy={strategy!r} uploads optimizer.pt, from whose privacy state the noise can be computed and "
+        "taken off the weights. Use hub_strategy='every_save' or 'end', which upload the model."
+    ]
 
 
 def _process_problems(trainer: Any) -> list[str]:
