@@ -69,7 +69,8 @@ def make_trainer_private(
     Changed on the trainer: its class (a subclass, so `isinstance` holds), its optimizer when training starts, and of its
     arguments `gradient_accumulation_steps=1` (see `expected_batch_size`), `max_grad_norm=0` (its own clipping, whose norms are private
     data, is off) and `average_tokens_across_devices=False`. Checkpoints hold the privacy state in `optimizer.pt` and resume bit for
-    bit; `save_model` writes an ordinary model. Logs have `epsilon` and `privacy_steps`.
+    bit; with other records or settings, with noise of their own and a warning. Going back to a checkpoint keeps what was spent
+    since. `save_model` writes an ordinary model. Logs have `epsilon` and `privacy_steps`.
 
     Under `torchrun` every rank builds the same trainer around a replica of its own, on one device or several (`device_map`), and calls
     this. Ranks share out each logical batch; clipped sums are added up once a step, with noise once; the model is not wrapped, and all
@@ -88,7 +89,9 @@ def make_trainer_private(
             `per_device_train_batch_size * gradient_accumulation_steps` of the trainer's arguments, times the number of ranks.
         accountant: name of the accountant.
         seed: of batches and noise, for runs that can be repeated. None takes one from the operating system, which checkpoints keep.
-            Whoever knows it can compute the noise and take it off: keep it, and checkpoints, as secret as the data.
+            Whoever knows it can compute the noise and take it off: keep it, and checkpoints, as secret as the data. Do not give one
+            seed to two trainings on other data, models or settings whose results are both released: noise that is the same in both
+            is gone from their difference. (It is another where arguments or records differ, but code and models are not looked at.)
         secure_mode: take noise from the operating system's cryptographic generator; a resumed run then is not bit for bit the same.
         log_unprotected: whether the trainer's own figures (loss, rewards, entropy, numbers of tokens), which are computed from private
             data without noise, appear in its log. They are outside the guarantee.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import glob
+import itertools
 import math
+import re
+import warnings
 
 import pytest
 import torch
@@ -236,7 +239,7 @@ def test_noise_goes_on_where_it_was_when_the_optimizer_is_built_anew(reset):
         trainer.train()
         assert len(trainer.privacy.accountant) == 4
         flat = [torch.cat([w.flatten() for w in weights.values()]) for weights in watch.weights]
-        return torch.stack([after - before for before, after in zip(flat, flat[1:], strict=False)])
+        return torch.stack([after - before for before, after in itertools.pairwise(flat)])
 
     def given(trainer):
         groups = [{"params": group["params"]} for group in trainer.privacy.optimizer.param_groups]
@@ -248,7 +251,9 @@ def test_noise_goes_on_where_it_was_when_the_optimizer_is_built_anew(reset):
     assert torch.equal(found, uninterrupted)
     size = found.shape[1]
     cosines = torch.nn.functional.normalize(found, dim=1) @ torch.nn.functional.normalize(found, dim=1).T
-    assert float((cosines - torch.eye(4)).abs().max()) < 6 / math.sqrt(size) + 0.01  # gradients share a little
+    assert (
+        float((cosines - torch.eye(4)).abs().max()) < 6 / math.sqrt(size) + 0.01
+    )  # gradients share a little
 
 
 def test_the_users_own_optimizer_is_made_private():
@@ -356,6 +361,129 @@ def test_a_checkpoint_of_a_run_with_another_rate_is_refused():
     other = private(run={"expected_batch_size": 5}, max_steps=3)
     with pytest.raises(CheckpointError, match="expected_batch_size=3, this one has 5"):
         other.train(resume_from_checkpoint=f"{saved.args.output_dir}/checkpoint-1")
+
+
+# ------------------------------------------- one checkpoint, resumed otherwise
+
+# weights, and the sums that move them, as good as nothing: what is left of two updates is noise
+LOUD = {"noise_multiplier": 50.0, "seed": None, "expected_batch_size": 12}
+SAVING = {"save_strategy": "steps", "save_steps": 1}
+
+
+def saved_at_one(**changes):
+    trainer = private(GPT2, run=LOUD, **{"max_steps": 1, "learning_rate": 1.0, **SAVING, **changes})
+    trainer.train()
+    return f"{trainer.args.output_dir}/checkpoint-1"
+
+
+def other_records(trainer):
+    rows = trainer.train_dataset.to_list()
+    rows[5]["input_ids"] = rows[5]["input_ids"][::-1]
+    trainer.train_dataset = type(trainer.train_dataset).from_list(rows)
+
+
+@pytest.mark.parametrize(
+    ("changes", "change", "named"),
+    [
+        ({}, other_records, "train_dataset"),
+        ({"weight_decay": 0.5}, None, r"args\.weight_decay"),
+        ({"run": {"max_grad_norm": 0.5}}, None, "max_grad_norm"),
+        ({}, None, None),
+    ],
+    ids=["records", "a setting", "clipping norm", "nothing"],
+)
+def test_noise_of_a_checkpoint_goes_on_only_with_what_it_was_for(changes, change, named):
+    checkpoint = saved_at_one()
+
+    def noise(changes, change, named):
+        run = {**LOUD, **changes.get("run", {})}
+        others = {name: value for name, value in changes.items() if name != "run"}
+        trainer = private(GPT2, run=run, **{"max_steps": 2, "learning_rate": 1.0, **others})
+        if change is not None:
+            change(trainer)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.train(resume_from_checkpoint=checkpoint)
+        said = [str(w.message) for w in caught if "noise of its own" in str(w.message)]
+        assert len(said) == (named is not None)
+        assert named is None or re.search(f"with other {named}\\. ", said[0])
+        assert len(trainer.privacy.accountant) == 2
+        return torch.cat([w.flatten() for w in trainable(trainer).values()])
+
+    start = GPT2LMHeadModel.from_pretrained(checkpoint)
+    before = torch.cat([p.detach().double().flatten() for p in start.parameters()])
+    plain, other = noise({}, None, None) - before, noise(changes, change, named) - before
+    cosine = float(torch.nn.functional.cosine_similarity(plain, other, dim=0))
+    if named is None:
+        assert torch.equal(plain, other)
+    else:
+        assert abs(cosine) < 6 / math.sqrt(plain.numel()) + 0.01
+        assert torch.equal(
+            noise(changes, change, named) - before, other
+        )  # the same branch again gives nothing new
+
+
+def test_going_back_to_a_checkpoint_repeats_what_was_released_and_is_not_accounted_twice():
+    trainer = private(GPT2, run={"seed": None}, max_steps=4, **SAVING)
+    trainer.train()
+    first, spent = trainable(trainer), trainer.get_epsilon()
+    trainer.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
+    again = trainable(trainer)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert trainer.get_epsilon() == spent
+    trainer.args.max_steps = 5  # the schedule is constant: the same training, longer
+    trainer.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
+    assert len(trainer.privacy.accountant) == 5
+    assert trainer.state.global_step == 5
+
+
+def test_going_back_to_a_checkpoint_and_on_in_another_way_accounts_for_both_ways():
+    trainer = private(GPT2, run={"seed": None}, max_steps=4, **SAVING)
+    trainer.train()
+    spent = trainer.get_epsilon()
+    trainer.args.learning_rate = 0.5
+    with pytest.warns(UserWarning, match="2 steps that this trainer made are no part"):
+        trainer.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
+    assert len(trainer.privacy.accountant) == 6
+    assert trainer.get_epsilon() > spent
+    resumed = private(GPT2, run={"seed": None}, max_steps=5, learning_rate=0.5)
+    resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-4")
+    assert len(resumed.privacy.accountant) == 7
+    assert resumed.state.global_step == 5
+
+
+def test_what_a_trainer_spent_before_it_resumed_another_run_stays_accounted():
+    checkpoint = saved_at_one()
+    trainer = private(GPT2, run=LOUD, max_steps=2, learning_rate=1.0)
+    trainer.train()
+    with pytest.warns(UserWarning, match="2 steps that this trainer made are no part"):
+        trainer.train(resume_from_checkpoint=checkpoint)
+    assert trainer.privacy.accountant.history == [(50.0, 1.0, 4)]
+    trainer.train()
+    assert trainer.privacy.accountant.history == [(50.0, 1.0, 6)]
+
+
+def test_a_replay_takes_nothing_of_the_budget():
+    trainer = private(GPT2, run={"target_epsilon": 6.0}, max_steps=50, **SAVING)
+    trainer.train()
+    done, spent = trainer.state.global_step, trainer.get_epsilon()
+    trainer.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-1")
+    assert trainer.state.global_step == done
+    assert trainer.get_epsilon() == spent <= 6.0
+
+
+def test_one_seed_gives_trainings_of_other_settings_other_noise():
+    def update(rate):
+        trainer = private(GPT2, run={**LOUD, "seed": 7}, learning_rate=rate)
+        before = trainable(trainer)
+        trainer.train()
+        after = trainable(trainer)
+        return torch.cat([(after[name] - before[name]).flatten() for name in before])
+
+    one, other = update(1.0), update(0.5)
+    cosine = float(torch.nn.functional.cosine_similarity(one, other, dim=0))
+    assert abs(cosine) < 6 / math.sqrt(one.numel()) + 0.01
+    assert torch.equal(update(1.0), one)
 
 
 # ------------------------------------------------------- what is left behind

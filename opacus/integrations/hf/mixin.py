@@ -12,6 +12,7 @@ from opacus.accountants import IAccountant
 from opacus.errors import ConfigurationError, raise_if_any
 from opacus.integrations.hf.batches import PhysicalBatch, PoissonLoader
 from opacus.integrations.hf.nan_losses import FixedDenominator, means_without_nan
+from opacus.integrations.hf.queries import queries_of
 from opacus.integrations.hf.ranks import training_settings
 from opacus.integrations.hf.refusals import changed_problems, trainer_problems
 from opacus.integrations.hf.run import PrivateRun
@@ -109,7 +110,8 @@ class DPTrainerMixin:
             }
             problems = run.ranks.agree(self.model, settings, problems, "train")
         raise_if_any("training cannot start", problems)
-        run.start(resumes=bool(resume_from_checkpoint))
+        replicas = 1 if run.ranks is None else run.ranks.count
+        run.start(bool(resume_from_checkpoint), queries_of(self, run.plan, replicas))
         return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def get_train_dataloader(self) -> Any:

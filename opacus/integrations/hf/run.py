@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from opacus.accountants import create_accountant
-from opacus.devices import Placement
+from opacus.devices import NoiseStream, Placement
 from opacus.errors import ConfigurationError, PerSampleGradientError
 from opacus.grad_sample import RowsPerSample, wrap_model
 from opacus.integrations.hf import saved
@@ -19,6 +20,7 @@ from opacus.integrations.hf.batches import PhysicalBatch, PoissonBatches
 from opacus.integrations.hf.contract import LossContract, first_rows
 from opacus.integrations.hf.fused_head import WholeHead
 from opacus.integrations.hf.plan import Plan, steps_within
+from opacus.integrations.hf.queries import stream_after
 from opacus.integrations.hf.ranks import TrainerRanks, concealed
 from opacus.integrations.hf.unwrapped import Unwrapped
 from opacus.optimizers import DPOptimizer, get_optimizer_class
@@ -26,6 +28,25 @@ from opacus.utils.checkpoint_file import CheckpointError
 from opacus.validators.batch_norm import guard_frozen
 
 __all__ = ["PrivateRun"]
+
+
+@dataclass
+class Line:
+    """One training, among those that a run's checkpoints branch into.
+
+    Args:
+        stream: name of its stream of noise; empty before its first step.
+        queries: what its sums follow from.
+        elsewhere: steps accounted since it began that were made on other lines.
+        replays: coming steps that repeat accounted ones, noise and all, so that they release nothing new.
+        furthest: steps made of it, once it was left; those to be repeated included.
+    """
+
+    stream: str = ""
+    queries: Mapping[str, str] = field(default_factory=dict)
+    elsewhere: int = 0
+    replays: int = 0
+    furthest: int = 0
 
 
 class PrivateRun:
@@ -42,6 +63,9 @@ class PrivateRun:
         accountant: what was released so far.
         optimizer: the private optimizer, once the trainer has made its own.
         scale: what a loss is multiplied by within a training step; None outside.
+        steps_before: steps accounted before the `train()` going on, which tell its batches from others'; None while a checkpoint is
+            to say it.
+        line: what noise and accounting of the `train()` going on follow from, besides.
         unwrapped: keeps the trainer from wrapping the model, where it runs in several processes.
     """
 
@@ -73,8 +97,9 @@ class PrivateRun:
         guard_frozen(model)
         self.optimizer: DPOptimizer | None = None
         self.scale: int | None = None
-        # steps accounted before the `train()` going on; None while a checkpoint is to say it
         self.steps_before: int | None = 0
+        self.line = Line()
+        self.line_left = Line()  # that of the `train()` before
         self._stop_at: int | None = None
         self._head = head
 
@@ -116,24 +141,67 @@ class PrivateRun:
             **plan.options,
             **together,
         )
-        if earlier is not None:  # one run, one stream: noise that starts again is taken off by subtracting two updates
+        if (
+            earlier is not None
+        ):  # one run, one stream: noise that starts again is taken off by subtracting two updates
             private._noise = earlier.noise_stream()
             private._nonfinite = earlier._nonfinite
         private.made_for_one_process = ranks is None
         private.param_names = {id(p): name for name, p in self.model.named_parameters()}
         private.attach_book(self.hooks.policy)
-        private.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=plan.sample_rate))
+        record = self.accountant.get_optimizer_hook_fn(sample_rate=plan.sample_rate)
+
+        def account(optimizer: DPOptimizer) -> None:
+            if self.line.replays and optimizer.noise_multiplier == plan.noise_multiplier:
+                self.line.replays -= 1
+            else:
+                record(optimizer)
+
+        private.attach_step_hook(account)
         self.optimizer = private
         saved.carry(private, self)
         return private
 
     # ----------------------------------------------------------------- steps
 
-    def start(self, resumes: bool) -> None:
-        """`train()` begins."""
+    def start(self, resumes: bool, queries: Mapping[str, str]) -> None:
+        """`train()` begins.
+
+        Args:
+            resumes: whether a checkpoint is to be loaded.
+            queries: from `queries_of`.
+        """
+        if self.steps_before is not None and self.line.stream:
+            self.line_left = replace(self.line, furthest=self.steps_made() + self.line.replays)
         self.steps_before = None if resumes else len(self.accountant)
+        self.line = Line(queries=queries)
         self._stop_at = None
         self._drop_half_done()
+
+    def steps_made(self) -> int:
+        """Steps of the `train()` going on, before and after it was resumed."""
+        assert self.steps_before is not None
+        return len(self.accountant) - self.steps_before - self.line.elsewhere - self.line.replays
+
+    def leave_stream(self, parent: str) -> None:
+        """Draw noise from here on from a stream of its own, which follows from what was before, and from the queries.
+
+        Args:
+            parent: name of the stream so far.
+
+        Formal guarantee:
+            Two trainings that a run's seed and checkpoints lead to have noise in common only in steps that follow the same
+            ones and have the same `queries`.
+        """
+        assert self.optimizer is not None
+        assert self.steps_before is not None
+        position = (self.steps_before + self.steps_made(), len(self.accountant))
+        name, seed = stream_after(parent, self.plan.seed, position, self.line.queries)
+        self.line.stream = name
+        if not self.plan.secure_mode:
+            home = self.optimizer.noise_stream().home  # type: ignore[union-attr]
+            self.optimizer.generator = torch.Generator(home).manual_seed(seed)
+            self.optimizer._noise = NoiseStream(self.optimizer.generator, home)
 
     def _drop_half_done(self) -> None:
         """Forget a logical batch that an error or an interrupt cut short: the next step must not add its records to its own."""
@@ -167,7 +235,7 @@ class PrivateRun:
                     "would not be counted. Resume from one that was saved by a private trainer with its optimizer, or start anew."
                 ],
             )
-        done = len(self.accountant) - self.steps_before
+        done = self.steps_made()
         if done != state.global_step:
             raise CheckpointError(
                 "training cannot go on",
@@ -176,10 +244,15 @@ class PrivateRun:
                     "without its privacy state, or the optimizer was stepped by something else."
                 ],
             )
+        if not self.line.stream:
+            self.leave_stream(self.line_left.stream)
         if self._stop_at is None:
-            ahead = max(0, state.max_steps - state.global_step)
-            self._stop_at = len(self.accountant) + steps_within(self.accountant, self.plan, ahead)
-        if len(self.accountant) >= self._stop_at and self.plan.target_epsilon is not None:
+            ahead = max(0, state.max_steps - done)
+            new = max(0, ahead - self.line.replays)
+            self._stop_at = done + min(
+                ahead, self.line.replays + steps_within(self.accountant, self.plan, new)
+            )
+        if done >= self._stop_at and self.plan.target_epsilon is not None:
             raise ConfigurationError(
                 "training cannot go on",
                 [
@@ -187,7 +260,7 @@ class PrivateRun:
                     f"{len(self.accountant)} steps, and another step would exceed target_epsilon={self.plan.target_epsilon:g}."
                 ],
             )
-        return len(self.accountant) + 1 >= self._stop_at
+        return done + 1 >= self._stop_at
 
     def _where(self, state: Any) -> dict[str, Any]:
         """Where this rank stands, which must be where all stand."""
@@ -197,6 +270,7 @@ class PrivateRun:
             "the steps that the trainer plans": state.max_steps,
             "the accountant's history": self.accountant.history,
             "the steps before this train()": self.steps_before,
+            "the steps to be repeated": self.line.replays,
             "the seed": concealed(self.plan.seed),
             "the optimizer": type(self.optimizer.original_optimizer).__name__,
             **{

@@ -19,12 +19,13 @@ __all__ = ["digests_of", "record_problems"]
 _LOOKED_AT = 32
 
 
-def digests_of(data: Any, salt: bytes) -> dict[str, str | None]:
+def digests_of(data: Any, salt: bytes, looked_at: int = _LOOKED_AT) -> dict[str, str | None]:
     """Digest of each field over records taken evenly from `data`; None for a field that is not the same when read twice.
 
     Args:
         data: the records, by number.
         salt: a secret of the ranks: without it, whoever sees a digest could find out by trying what a field of few values holds.
+        looked_at: number of records, at most.
 
     Every record is read with torch's, NumPy's and Python's default generators started alike, so that augmentation drawn from them
     is the same on every rank. Fields that change all the same are drawn from generators of their own.
@@ -36,7 +37,7 @@ def digests_of(data: Any, salt: bytes) -> dict[str, str | None]:
     """
     first: dict[str, Any] = {}
     varies: set[str] = set()
-    count = min(_LOOKED_AT, len(data))
+    count = min(looked_at, len(data))
     with same_randomness(set()):
         for i in range(count):
             index = i * len(data) // count

@@ -7,12 +7,14 @@ default generators.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from opacus.accountants.accountant import HistoryEntry
 from opacus.errors import raise_if_any
+from opacus.integrations.hf.queries import differing
 from opacus.optimizers import DPOptimizer
 from opacus.utils.checkpoint_checks import accountant_problems
 from opacus.utils.checkpoint_file import CheckpointError
@@ -70,6 +72,9 @@ def state_of(run: PrivateRun) -> dict[str, Any]:
         "noise_multiplier": float(optimizer.noise_multiplier),
         "max_grad_norm": _bounds(optimizer),
         "nonfinite_samples": optimizer.nonfinite_samples,
+        "elsewhere": run.line.elsewhere + run.line.replays,
+        "stream": run.line.stream,
+        "queries": dict(run.line.queries),
     }
 
 
@@ -80,8 +85,9 @@ def restore(run: PrivateRun, state: Mapping[str, Any]) -> None:
         CheckpointError: naming all that does not fit; nothing was changed.
 
     Formal guarantee:
-        Afterwards the accountant knows every step that led to the checkpoint, batches and noise go on as in the run that was
-        saved, and no number of the noise's stream is drawn twice.
+        Afterwards the accountant knows every step that led to the checkpoint, and every one that this process made besides.
+        Batches and noise go on as in the run that was saved, whose answers are then given again; where what is asked has
+        changed (see `queries_of`), noise is drawn from a stream of its own.
     """
     optimizer = run.optimizer
     assert optimizer is not None
@@ -93,13 +99,65 @@ def restore(run: PrivateRun, state: Mapping[str, Any]) -> None:
                 f"the checkpoint was saved with {name} {state[name]}; training goes on with {value}.",
                 stacklevel=2,
             )
-    run.accountant.load_state_dict(state["accountant"])
-    run.steps_before = state["steps_before"]
+    changed = differing(state.get("queries", {}), run.line.queries)
+    _account(run, state, changed)
     run.plan.seed = int(state["seed"])
     counted = state["nonfinite_samples"] if _rank(run) == state.get("rank", 0) else 0
     optimizer._nonfinite = {torch.device("cpu"): torch.tensor(counted)}
     devices = {p.device for p in optimizer.params}
     restore_noise(optimizer.noise_stream(), {name: s.cpu() for name, s in state["noise"].items()}, devices)
+    run.line.stream = state.get("stream", "")
+    if changed and run.steps_before is not None:
+        run.leave_stream(run.line.stream)
+        if optimizer.noise_multiplier and not run.plan.secure_mode:
+            said = ", ".join(changed) if "queries" in state else "what its noise was for (it does not say)"
+            warnings.warn(
+                f"the checkpoint was saved with other {said}. Its noise must not meet other queries, which could be subtracted from "
+                "each other: training goes on with noise of its own, and not as that run would have gone on.",
+                stacklevel=2,
+            )
+
+
+def _account(run: PrivateRun, state: Mapping[str, Any], changed: Sequence[str]) -> None:
+    """Take the checkpoint's steps, and keep what this process spent besides."""
+    own, left, here = list(run.accountant.history), run.line_left, run.line
+    spent, elsewhere = len(run.accountant), state.get("elsewhere", 0)
+    stands = (run.steps_before, here.stream, here.elsewhere + here.replays, own)
+    run.accountant.load_state_dict(state["accountant"])
+    if stands == (state["steps_before"], state.get("stream"), elsewhere, run.accountant.history):
+        return  # Accelerate saves and loads what it prepares
+    run.steps_before = state["steps_before"]
+    here.elsewhere, here.replays = elsewhere, 0
+    if not spent or run.steps_before is None:
+        return
+    further = left.furthest - run.steps_made()
+    if left.stream and left.stream == state.get("stream") and further >= 0 and elsewhere <= left.elsewhere:
+        # a checkpoint of the line that this process was on: its steps are among those accounted
+        run.accountant.history = own
+        here.elsewhere = left.elsewhere
+        if changed or left.queries != here.queries:
+            here.elsewhere += further
+        else:
+            here.replays = further
+    else:
+        run.accountant.history = _composed(own, run.accountant.history)
+        here.elsewhere += spent
+    if here.elsewhere > elsewhere:
+        warnings.warn(
+            f"{here.elsewhere - elsewhere} steps that this trainer made are no part of the training that is resumed. What they "
+            "spent stays accounted: epsilon is that of all.",
+            stacklevel=2,
+        )
+
+
+def _composed(first: Sequence[HistoryEntry], second: Sequence[HistoryEntry]) -> list[HistoryEntry]:
+    """Both histories; equal steps that follow each other are one entry, as in an accountant's own."""
+    whole = list(first)
+    for sigma, rate, steps in second:
+        if whole and whole[-1][:2] == (sigma, rate):
+            steps += whole.pop()[2]
+        whole.append((sigma, rate, steps))
+    return whole
 
 
 def _problems(run: PrivateRun, state: Any) -> list[str]:
