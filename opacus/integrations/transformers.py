@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opacus.distributed.errors import ReplicaError
-from opacus.errors import ConfigurationError, raise_if_any
+from opacus.errors import ConfigurationError, PerSampleGradientError, raise_if_any
 from opacus.integrations.hf.calibration import find_contract
+from opacus.integrations.hf.contract import LossContract
 from opacus.integrations.hf.fused_head import WholeHead
 from opacus.integrations.hf.mixin import RUN_ENDED, DPTrainerMixin
 from opacus.integrations.hf.plan import (
@@ -134,6 +135,7 @@ def make_trainer_private(
     if expected_batch_size is None:
         replicas = 1 if ranks is None else ranks.count
         expected_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * replicas
+    trained = [p for p in model.parameters() if p.requires_grad]
     problems = (
         plan_problems(
             target_epsilon=target_epsilon,
@@ -155,7 +157,7 @@ def make_trainer_private(
             if not isinstance(value, bool)
         ]
         + _calibration_problems(calibration_records)
-        + optimizer_problems(clipping, max_grad_norm, options)
+        + optimizer_problems(clipping, max_grad_norm, options, trained, noise_multiplier)
         + trainer_problems(trainer)
         + model_problems(model)
     )
@@ -201,6 +203,9 @@ def make_trainer_private(
         assert target_epsilon is not None
         steps = planned_steps(args, plan.steps_per_epoch)
         noise_multiplier = noise_for(target_epsilon, delta, expected_batch_size, records, steps, accountant)
+        raise_if_any(
+            _HEADING, optimizer_problems(clipping, max_grad_norm, options, trained, noise_multiplier)
+        )
     plan.noise_multiplier = noise_multiplier
 
     build = functools.partial(_look_and_hook, trainer, plan, calibration_records, ranks)
@@ -227,7 +232,7 @@ def _look_and_hook(
     try:
         records = _some_records(trainer) if calibration_records is None else calibration_records
         with contextlib.nullcontext() if ranks is None else alone(trainer):
-            contract = find_contract(trainer, records)
+            contract = _contract(trainer, records, made_up=calibration_records is not None)
         return PrivateRun(trainer.model, plan, contract, head, ranks)
     except BaseException:
         if head is not None:
@@ -235,10 +240,27 @@ def _look_and_hook(
         raise
 
 
+def _contract(trainer: Any, records: Sequence[Any], made_up: bool) -> LossContract:
+    try:
+        return find_contract(trainer, records)
+    except (ConfigurationError, PerSampleGradientError):
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        if not made_up:
+            raise
+        raise ConfigurationError(
+            _HEADING,
+            [
+                "the trainer's collate function or loss cannot take calibration_records "
+                f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}): make them up with all of "
+                "the columns that records of train_dataset have."
+            ],
+        ) from error
+
+
 def _calibration_problems(records: Any) -> list[str]:
-    if records is None or (
-        hasattr(records, "__len__") and hasattr(records, "__getitem__") and len(records) > 1
-    ):
+    rows = hasattr(records, "__len__") and hasattr(records, "__getitem__")
+    if records is None or (rows and not isinstance(records, (str, bytes, Mapping)) and len(records) > 1):
         return []
     return [
         "calibration_records must be a list of at least 2 records with the data set's columns, not "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -88,6 +90,56 @@ def test_uploading_models_is_not_refused(strategy):
     trainer = make_trainer(BERT)
     trainer.args.push_to_hub, trainer.args.hub_strategy = True, HubStrategy(strategy)
     assert trainer_problems(trainer) == []
+
+
+ADAPTIVE = {
+    "clipping": "adaptive",
+    "target_unclipped_quantile": 0.5,
+    "clipbound_learning_rate": 0.2,
+    "max_clipbound": 10.0,
+    "min_clipbound": 0.1,
+    "unclipped_num_std": 1.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"clipping": "adaptive"}, "unclipped_num_std must be given for adaptive clipping"),
+        ({**ADAPTIVE, "target_unclipped_quantile": 2.0}, "target_unclipped_quantile must lie in"),
+        ({**ADAPTIVE, "min_clipbound": 20.0}, r"must be below max_clipbound"),
+        ({**ADAPTIVE, "noise_multiplier": 3.0}, "must be smaller than 2 . unclipped_num_std"),
+        (
+            {**ADAPTIVE, "noise_multiplier": None, "target_epsilon": 0.05},
+            "must be smaller than 2 . unclipped_num_std",
+        ),
+        ({"clipping": "per_layer", "max_grad_norm": [1.0]}, "has 1 bounds for"),
+        ({"max_grad_norm": [1.0, 1.0]}, r"must be a positive, finite number, not \[1.0, 1.0\]"),
+        ({"reduction_device": "cuda:99"}, "reduction_device='cuda:99' cannot be used here"),
+        ({"reduction_device": "meta"}, "reduction_device='meta' cannot be used here: it holds no values"),
+        ({"target_epsilon": 1.0, "noise_multiplier": 0.0}, "keeps no target_epsilon"),
+        ({"calibration_records": "ab"}, "calibration_records must be a list"),
+        ({"calibration_records": [{"a": 1}, {"a": 2}]}, "cannot take calibration_records"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_before_training(changes, message):
+    trainer = make_trainer(BERT)
+    assert re.search(message, refusal_of(trainer, **changes))
+
+
+def test_optimizers_that_need_a_closure_are_refused_whenever_they_come():
+    trainer = make_trainer(BERT)
+    trainer.optimizer = torch.optim.LBFGS(trainer.model.parameters())
+    assert "LBFGS, computes the loss anew" in refusal_of(trainer)
+    trainer.optimizer = None
+    make_trainer_private(trainer, **RUN)
+    trainer.optimizer = torch.optim.LBFGS(trainer.model.parameters())
+    for start in (trainer.train, trainer.create_optimizer):
+        with pytest.raises(ConfigurationError, match="LBFGS, computes the loss anew"):
+            start()
+    trainer.optimizer = None
+    trainer.train()
+    trainer.train()
 
 
 def test_neftune_is_refused():

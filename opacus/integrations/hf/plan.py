@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import secrets
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+from torch import nn
 
 from opacus.accountants import IAccountant, create_accountant
 from opacus.accountants.utils import get_noise_multiplier
@@ -109,6 +112,10 @@ def plan_problems(
         not is_number(noise_multiplier) or not 0 <= noise_multiplier < math.inf
     ):
         problems.append(f"noise_multiplier must be a finite number of at least 0, not {noise_multiplier!r}.")
+    if target_epsilon is not None and is_number(noise_multiplier) and noise_multiplier == 0:
+        problems.append(
+            "noise_multiplier=0 keeps no target_epsilon: leave one of them out (without noise_multiplier, the noise follows)."
+        )
     if not is_number(delta) or not 0 < delta < 1:
         problems.append(
             f"delta must lie between 0 and 1, below one over the number of records, not {delta!r}."
@@ -131,20 +138,53 @@ def plan_problems(
     return problems
 
 
-def optimizer_problems(clipping: str, max_grad_norm: Any, options: Mapping[str, Any]) -> list[str]:
-    """What the clipping style's optimizer would refuse; it is built when training starts."""
+def optimizer_problems(
+    clipping: str,
+    max_grad_norm: Any,
+    options: Mapping[str, Any],
+    trained: Sequence[nn.Parameter],
+    noise_multiplier: Any,
+) -> list[str]:
+    """What the clipping style's optimizer would refuse; it is built when training starts.
+
+    Args:
+        trained: parameters that require grad.
+        noise_multiplier: None where it is not known yet; the rest as in `make_trainer_private`.
+    """
     try:
         kind = get_optimizer_class(clipping, False, "bk")
     except ValueError:
         kind = DPOptimizer
-    unknown = [name for name in options if name not in kind.OPTIONS]
     problems = [
-        f"{name} is not an option of make_trainer_private with clipping={clipping!r}." for name in unknown
+        f"{name} is not an option of make_trainer_private with clipping={clipping!r}."
+        for name in options
+        if name not in kind.OPTIONS
     ]
-    bounds = max_grad_norm if isinstance(max_grad_norm, list) else [max_grad_norm]
-    for bound in bounds:
-        problems += positive_number_problems("max_grad_norm", bound)
-    return problems
+    if not trained:
+        return problems
+    sigma = noise_multiplier if is_number(noise_multiplier) and 0 <= noise_multiplier < math.inf else 0.0
+    problems += kind.argument_problems(
+        optimizer=torch.optim.SGD(trained, lr=0.0),  # in place of the trainer's
+        noise_multiplier=sigma,
+        max_grad_norm=max_grad_norm,
+        expected_batch_size=1,
+        loss_reduction="mean",
+        generator=None,
+        secure_mode=False,
+        options={name: value for name, value in options.items() if name in kind.OPTIONS},
+    )
+    return problems + _device_problems(options.get("reduction_device"))
+
+
+def _device_problems(device: Any) -> list[str]:
+    if device is None:
+        return []
+    try:
+        usable = torch.empty(0, device=torch.device(device)).device.type != "meta"
+        why = "it holds no values"
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        usable, why = False, (str(error).strip() or type(error).__name__).splitlines()[0]
+    return [] if usable else [f"reduction_device={device!r} cannot be used here: {why}."]
 
 
 def noise_for(

@@ -6,6 +6,7 @@ lengths, and a baseline with a small coefficient hides in rounding. Measured wit
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ __all__ = [
     "base_model",
     "changed_problems",
     "model_problems",
+    "optimizer_kind_problems",
     "trainer_problems",
 ]
 
@@ -252,7 +254,8 @@ def trainer_problems(trainer: Any) -> list[str]:
                 f"{name}: {field}={', '.join(map(str, others))}: losses in which each sample's gradient is known to be its own: "
                 f"{', '.join(allowed)}."
             )
-    return problems + _upload_problems(trainer.args) + _data_problems(trainer) + _process_problems(trainer)
+    problems += _upload_problems(trainer.args) + optimizer_kind_problems(trainer.optimizer)
+    return problems + _data_problems(trainer) + _process_problems(trainer)
 
 
 def changed_problems(trainer: Any, records: int) -> list[str]:
@@ -338,6 +341,23 @@ def _data_problems(trainer: Any) -> list[str]:
             "length (datasets.Dataset without streaming)."
         ]
     return [] if len(data) > 1 else [f"train_dataset has {len(data)} record: pass a data set with records."]
+
+
+def optimizer_kind_problems(optimizer: Any) -> list[str]:
+    """Whether an optimizer, if there is one, can be stepped by a trainer."""
+    while (
+        inner := getattr(optimizer, "original_optimizer", getattr(optimizer, "optimizer", None))
+    ) is not None:
+        optimizer = inner
+    if optimizer is None:
+        return []
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is None or closure.default is not inspect.Parameter.empty:
+        return []
+    return [
+        f"the optimizer, {type(optimizer).__name__}, computes the loss anew within its step by a closure, which trainers give to none. "
+        "Choose another optimizer."
+    ]
 
 
 def _upload_problems(args: Any) -> list[str]:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from opacus.accountants import create_accountant
 from opacus.devices import NoiseStream, Placement
-from opacus.errors import ConfigurationError, PerSampleGradientError
+from opacus.errors import ConfigurationError, PerSampleGradientError, raise_if_any
 from opacus.grad_sample import RowsPerSample, wrap_model
 from opacus.integrations.hf import saved
 from opacus.integrations.hf.batches import PhysicalBatch, PoissonBatches
@@ -22,6 +22,7 @@ from opacus.integrations.hf.fused_head import WholeHead
 from opacus.integrations.hf.plan import Plan, steps_within
 from opacus.integrations.hf.queries import stream_after
 from opacus.integrations.hf.ranks import TrainerRanks, concealed
+from opacus.integrations.hf.refusals import optimizer_kind_problems
 from opacus.integrations.hf.unwrapped import Unwrapped
 from opacus.optimizers import DPOptimizer, get_optimizer_class
 from opacus.utils.checkpoint_file import CheckpointError
@@ -121,6 +122,7 @@ class PrivateRun:
             return optimizer
         if isinstance(inner, DPOptimizer):
             inner = inner.original_optimizer
+        raise_if_any("the trainer's optimizer cannot be made private", optimizer_kind_problems(inner))
         plan, ranks = self.plan, self.ranks
         trained = [p for group in inner.param_groups for p in group["params"] if p.requires_grad]
         home = Placement(trained, reduction_device=plan.options.get("reduction_device")).reduction_device
