@@ -123,6 +123,8 @@ class PrivacyEngine:
                 and refuses a model or loss that lets one sample change another's gradient. The loss it checks is
                 `isolation_loss(model, batch)`; without one `criterion(model(x), y)`, or `model(**batch).loss` for a mapping. It is a
                 look at private records outside any accounted step: no data, but whether it passed, gets out.
+                Without it a few training forwards are searched for layers that mix samples, not for such losses; of sharded models
+                (FSDP2, tensor parallel) none are, and a warning says so: check those before they are sharded.
                 `allow_shared_devices=True` lets several processes use one accelerator.
 
         Where several processes train (a model in `DifferentiallyPrivateDistributedDataParallel` or torch's

@@ -28,7 +28,7 @@ from opacus import integrations
 from opacus.errors import PerSampleGradientError
 from opacus.grad_sample.autocast import as_multiplied
 from opacus.grad_sample.captured import Captured
-from opacus.grad_sample.isolation import Probe, can_probe
+from opacus.grad_sample.isolation import SHARDED, Probe, Schedule, can_probe, graph_is_recorded
 from opacus.grad_sample.one_backward import OneBackward, used_twice
 from opacus.grad_sample.owners import MISSING_INDEX, OwnerRule, Owners
 from opacus.grad_sample.ownership import Slot, layers_with_parameters
@@ -102,8 +102,8 @@ class Capture:
         detach_weights: let weights take part in the forward detached, so that autograd forms no plain
             weight gradient.
         keeps_attached: with `detach_weights`, parameters that take part as usual all the same.
-        check_isolation: before the first backward, check that one sample's output reaches no other sample's rows
-            (`isolation.py`).
+        check_isolation: in a few forwards, from the first on, check that one sample's output reaches no other sample's
+            rows (`isolation.py`).
     """
 
     def __init__(
@@ -131,6 +131,7 @@ class Capture:
         self._anchor = torch.zeros((), requires_grad=True)
         self._whole_task = -1
         self._to_probe = check_isolation
+        self._schedule = Schedule()
         self._probe: Probe | None = None
         self._handles: list[Any] = []
         self._slots: list[Slot] = []  # of the layers
@@ -244,10 +245,13 @@ class Capture:
         return self.owners
 
     def _check_isolation(self, output: Any) -> None:
-        if not self._to_probe or not self.rows.outermost or not torch.is_grad_enabled() or output is None:
+        training = self.root.training
+        if not self._to_probe or self._schedule.done(training) or not self.rows.outermost:
+            return
+        if not self.enabled or not torch.is_grad_enabled() or output is None or graph_is_recorded():
             return
         rows = self.rows.of_output(output)
-        if not self.enabled or rows is None or rows < 2 or not can_probe(self.root):
+        if rows is None or rows < 2:
             return
         try:
             owners = Owners(rows) if self.owners is None else self.owners.owners_of(rows, "the model")
@@ -255,15 +259,27 @@ class Capture:
             return  # the backward says so, naming the layer
         if owners.n_samples < 2 or owners.n_rows != rows:
             return
-        probe = Probe(rows, owners, partial(batch_dim, batch_first=self.batch_first, rows=frozenset({rows})))
-        self._probe = probe
+        place = self._schedule.count(training)
+        if place is None:
+            return
+        if not can_probe(self.root):
+            self._schedule.cannot(self.root, SHARDED)
+            self._to_probe = False
+            return
+        dim_of = partial(batch_dim, batch_first=self.batch_first, rows=frozenset({rows}))
+        self._probe = probe = Probe(rows, owners, dim_of, place)
         try:
-            self._to_probe = not probe.run(output, self._anchor)
+            met = probe.run(output, self._anchor)
         except PerSampleGradientError:
+            self._schedule.put_off(training)  # the same model is refused again
             self.rows.leave()
             raise
         finally:
             self._probe = None
+        if probe.obstacle:
+            self._schedule.cannot(self.root, probe.obstacle)
+        elif not met:
+            self._schedule.put_off(training)
 
     def _hook(self, path: str, layer: nn.Module, slots: list[Slot]) -> None:
         before, after = self._layer_hooks(path, layer, slots)

@@ -21,7 +21,6 @@ from opacus.grad_sample.embedding import mixing_options
 from opacus.grad_sample.functorch import FUNCTORCH, prepare_layer
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
 from opacus.grad_sample.instantiate import Instantiate
-from opacus.grad_sample.isolation import can_probe
 from opacus.grad_sample.owners import OwnerRule, Owners, index_problems
 from opacus.grad_sample.ownership import layers_with_parameters, slots
 from opacus.grad_sample.selection import GRAD_SAMPLERS, rule_for
@@ -96,7 +95,7 @@ class GradSampleHooks(AbstractGradSampleHooks):
             loss_reduction=loss_reduction,
             detach_weights=isinstance(policy, Book),
             keeps_attached=policy.keeps_attached if isinstance(policy, Book) else None,
-            check_isolation=self.strict and can_probe(self._module),
+            check_isolation=self.strict,
         )
         try:
             capture.attach()

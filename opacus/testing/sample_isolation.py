@@ -17,7 +17,7 @@ from opacus.errors import ConfigurationError, PerSampleGradientError, raise_if_a
 from opacus.grad_sample.capture import Capture
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
-from opacus.grad_sample.isolation import can_probe
+from opacus.grad_sample.isolation import can_probe, note_checked
 from opacus.grad_sample.owners import Owners, RowsPerSample, rows_per_sample_problems
 from opacus.testing.comparison import Comparison
 from opacus.testing.deterministic import deterministic_kernels, has_no_deterministic_kernel
@@ -53,7 +53,7 @@ def check_sample_isolation(
     samples alone, in either order. The others' activations at every module and gradients at every trainable layer must stay the same.
     Trainable weights are shaken a little meanwhile (zero-initialised adapters hide what they will do), dropout is off, and
     random numbers repeat; a model that draws some all the same is not checked for samples left out. What other kernels'
-    rounding may do in 16 bits is measured and allowed for.
+    rounding may do in 16 bits is measured and allowed for. A model in `eval()` is looked at as it is, then in `train()` too.
     Afterwards weights, buffers, gradients, modes and random generators are as before, bit for bit.
 
     Args:
@@ -115,11 +115,13 @@ def check_sample_isolation(
     with contextlib.ExitStack() as stack:
         if private is not None:
             stack.enter_context(private.unhooked())
-        undisturbed = stack.enter_context(Undisturbed(inner))
-        undisturbed.shake(shake)
-        run = _Runs(inner, used, loss_fn, reduction, first, RowsPerSample(count, order), undisturbed)
-        found = _findings(run, batch, samples, tolerance or 0.0)
-        raise_if_any("samples are not isolated", found, PerSampleGradientError)
+        for train in (False,) if inner.training else (False, True):
+            with Undisturbed(inner, train=train) as undisturbed:
+                undisturbed.shake(shake)
+                run = _Runs(inner, used, loss_fn, reduction, first, RowsPerSample(count, order), undisturbed)
+                found = _findings(run, batch, samples, tolerance or 0.0)
+                raise_if_any("samples are not isolated", found, PerSampleGradientError)
+    note_checked(inner)
 
 
 class _Runs:

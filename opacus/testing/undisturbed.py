@@ -9,8 +9,11 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from opacus.utils.random_states import default_states, restore_default_states
+from opacus.validators.batch_norm import is_fixed_map
 
 __all__ = ["Randomness", "Undisturbed", "same_randomness"]
 
@@ -53,10 +56,12 @@ class Undisturbed:
 
     Args:
         model: its trainable weights, buffers, `.grad`s and modes are kept.
+        train: put it into training mode within; only normalisation layers that are accepted in `eval()` stay there.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, train: bool = False) -> None:
         self.model = model
+        self.train = train
 
     def __enter__(self) -> Undisturbed:
         model = self.model
@@ -70,6 +75,13 @@ class Undisturbed:
         ]
         tensors = [*model.parameters(), *model.buffers()]
         self.randomness = Randomness({t.device for t in tensors})
+        if self.train:
+            fixed = [
+                m for m in model.modules() if isinstance(m, (_BatchNorm, _InstanceNorm)) and is_fixed_map(m)
+            ]
+            model.train()
+            for module in fixed:
+                module.training = False
         for module in model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 module.training = False

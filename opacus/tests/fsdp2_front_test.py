@@ -127,6 +127,14 @@ def test_what_cannot_be_private_is_refused_with_the_recipe(two_ranks, what, says
         assert all(part in message for part in says), message
 
 
+def test_that_a_sharded_model_is_not_searched_is_said_once_and_what_to_do(two_ranks):
+    for said in two_ranks.run(cases.said_of_isolation, False):
+        assert len(said) == 1
+        assert "not searched" in said[0]
+        assert "check_sample_isolation on the model before it is sharded" in said[0]
+    assert two_ranks.run(cases.said_of_isolation, True) == [[], []]
+
+
 def test_forwards_without_backward_do_not_matter(two_ranks):
     assert max(two_ranks.run(cases.evaluation_in_between)) < 1e-12
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus import PrivacyEngine
 from opacus.distributed.fsdp import fsdp2_wrap, rebind, record
 from opacus.distributed.sharding import is_sharded
-from opacus.grad_sample import GradSampleModule
+from opacus.grad_sample import GradSampleModule, isolation
+from opacus.testing import check_sample_isolation
 from opacus.tests.fsdp_cases import (
     Private,
     build,
@@ -25,6 +27,7 @@ from opacus.tests.fsdp_cases import (
     loss_of,
     mesh_of,
     parameters_of,
+    shard,
     token_mean,
     tokens,
 )
@@ -440,3 +443,23 @@ def last_rank_dies_before_it_reduces() -> None:
         private.backward(tokens(2))
     finally:
         scatter._send = usual
+
+
+def said_of_isolation(checked: bool) -> list[str]:
+    """What is logged over three forwards of a sharded model, which was checked before it was sharded or not."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(isolation.__name__)
+    logger.addHandler(handler)
+    try:
+        model = build()
+        if checked:
+            check_sample_isolation(model, lambda m, x: loss_of(m, x, "mean"), tokens(6))
+        shard(model, mesh_of("fsdp"), "block")
+        private = Private(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(3):
+            loss_of(private.model, tokens(6), "mean").backward()
+    finally:
+        logger.removeHandler(handler)
+    return said

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 from opacus.errors import PerSampleGradientError
-from opacus.grad_sample import GradSampleHooks, GradSampleModule, Owners, wrap_model
+from opacus.grad_sample import GradSampleHooks, GradSampleModule, Owners, isolation, wrap_model
 from opacus.grad_sample.capture import Capture
+from opacus.grad_sample.isolation import Probe
+from opacus.layers import DPLSTM
+from opacus.testing import check_sample_isolation
 from opacus.tests.per_sample import RuleViews, assert_close, expected, grad_samples, per_sample_loss
 
 
@@ -28,6 +33,16 @@ class Calls(nn.Module):
 
     def forward(self, *args):
         return self.function(self, *args)
+
+
+class Standardises(nn.Module):
+    """As BatchNorm does, in training mode only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(0)) / (x.std(0) + 1e-3) if self.training else x
+
+
+MODES = ["hooks", "functorch", "ew", "bk", "ghost"]
 
 
 def linear() -> nn.Linear:
@@ -326,7 +341,7 @@ def test_a_bias_without_effect_is_no_false_alarm():
         GradSampleModule(model)(torch.randn(8, 3, 16, dtype=dtype)).tanh().sum().backward()
 
 
-def test_the_isolation_check_is_made_once_and_leaves_no_trace():
+def test_the_isolation_check_leaves_no_trace():
     model = GradSampleModule(nn.Sequential(linear(), nn.Tanh(), linear()))
     seen = []
     model.get_submodule("_module.1").register_full_backward_hook(lambda *_: seen.append(1))
@@ -336,8 +351,165 @@ def test_the_isolation_check_is_made_once_and_leaves_no_trace():
     assert all(p.grad is None and p.grad_sample is None for p in model.parameters())
     assert len(seen) == 1
     out.sum().backward()
-    model(torch.ones(3, 4)).sum().backward()
-    assert len(seen) == 3
+    assert len(seen) == 2
+
+
+def test_the_isolation_check_is_made_five_times_in_each_mode_whatever_the_order(monkeypatch):
+    rows: list[int] = []
+    run = Probe.run
+    monkeypatch.setattr(Probe, "run", lambda self, *args: rows.append(self.row) or run(self, *args))
+    model = GradSampleModule(linear())
+    model.train()
+    at = []
+    for forward in range(1, 41):
+        before = len(rows)
+        model(torch.randn(8, 4)).sum().backward()
+        at += [forward] * (len(rows) - before)
+        with torch.no_grad():
+            model(torch.randn(8, 4))
+        model(torch.randn(1, 4))
+    assert at == [1, 2, 4, 8, 16]
+    assert rows == [7, 0, 4, 2, 6]
+    for _ in range(40):
+        for training in (False, True):
+            model.train(training)(torch.randn(8, 4)).sum().backward()
+    assert len(rows) == 10
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_layer_that_mixes_in_training_mode_only_is_named_after_forwards_in_eval(mode):
+    model = nn.Sequential(linear(), Standardises(), linear())
+    private = wrap_model(model, mode)
+    private.eval()
+    for _ in range(3):
+        private(torch.randn(5, 4)).sum()
+    private.train()
+    with pytest.raises(PerSampleGradientError, match=r"0 \(Linear\)"):
+        private(torch.randn(5, 4))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_branch_that_starts_at_zero_is_named_once_it_mixes(mode):
+    def branch(m: nn.Module, x: Tensor) -> Tensor:
+        y = m.first(x)
+        return m.head(x) + m.gate(y - y.mean(0))
+
+    gate = nn.Linear(4, 4)
+    nn.init.zeros_(gate.weight)
+    model = Calls(branch, first=linear(), gate=gate, head=linear())
+    private = wrap_model(model, mode)
+    private(torch.randn(5, 4))
+    with torch.no_grad():  # a step
+        gate.weight.add_(0.1)
+    with pytest.raises(PerSampleGradientError, match=r"first \(Linear\)"):
+        private(torch.randn(5, 4))
+
+
+def test_sorted_rows_are_named_though_the_last_is_in_place():
+    def by_size(m: nn.Module, x: Tensor) -> Tensor:
+        order = x[:, 0].argsort()
+        return m.head(m.first(x[order]).tanh()[order.argsort()])
+
+    model = GradSampleModule(Calls(by_size, first=linear(), head=linear()))
+    x = torch.randn(6, 4)
+    x[:, 0] = torch.tensor([2.0, 1.0, 4.0, 3.0, 5.0, 9.0])
+    model(x)
+    with pytest.raises(PerSampleGradientError, match=r"head|first"):
+        model(x)
+
+
+def test_states_of_as_many_layers_as_samples_are_no_false_alarm():
+    class Tagger(nn.Module):
+        """Returns all that its recurrent layer does: `[B, T, H]` and states `[layers, B, H]`."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = DPLSTM(4, 3, num_layers=2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.rnn(x)
+
+    model = GradSampleModule(Tagger())
+    for _ in range(4):
+        model(torch.randn(2, 5, 4))[0].sum().backward()
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("place", [0.0, 0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("what", ["packed", "dropout", "checkpointed", "bfloat16", "convolutions"])
+def test_models_without_mixing_pass_whichever_row_is_probed(monkeypatch, what, place):
+    monkeypatch.setattr(isolation, "_PLACES", {1: place})
+    made = []
+    run = Probe.run
+    monkeypatch.setattr(Probe, "run", lambda self, *args: made.append(run(self, *args)) or made[-1])
+    x: Any = torch.randn(5, 4)
+    inner: nn.Module = nn.Sequential(linear(), nn.LayerNorm(4), nn.Dropout(0.5), nn.ReLU(), linear())
+    if what == "packed":
+
+        def recurrent(m: nn.Module, x: Tensor) -> Tensor:
+            packed = pack_padded_sequence(x, torch.tensor([2, 5, 1, 3, 4]), True, enforce_sorted=False)
+            return m.head(pad_packed_sequence(m.rnn(packed)[0], batch_first=True)[0])
+
+        rnn = DPLSTM(4, 4, num_layers=2, bidirectional=True, batch_first=True)
+        inner, x = Calls(recurrent, rnn=rnn, head=nn.Linear(8, 2)), torch.randn(5, 5, 4)
+    elif what == "checkpointed":
+        inner = Calls(
+            lambda m, x: m.head(checkpoint(m.body, x, use_reentrant=False)), body=inner, head=linear()
+        )
+    elif what == "convolutions":
+        inner = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Conv2d(4, 2, 3))
+        x = torch.randn(5, 3, 9, 9)
+    model = GradSampleModule(inner)
+    with torch.autocast("cpu", torch.bfloat16, enabled=what == "bfloat16"):
+        out = model(x)
+    assert made == [True]
+    out.float().tanh().sum().backward()
+
+
+def reentrant(m: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(m.body, m.first(x), use_reentrant=True)
+
+
+def scalar(m: nn.Module, x: Tensor) -> Tensor:
+    return m.body(m.first(x)).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [(reentrant, "use_reentrant"), (scalar, "one row for each")], ids=["reentrant", "scalar"]
+)
+def test_a_model_that_cannot_be_probed_is_said_to_be_so_once_and_is_tried_again(
+    how, said, caplog, monkeypatch
+):
+    tried = []
+    run = Probe.run
+    monkeypatch.setattr(Probe, "run", lambda self, *args: tried.append(1) or run(self, *args))
+    model = GradSampleModule(Calls(how, first=linear(), body=linear()), loss_reduction="sum")
+    for _ in range(20):
+        model(torch.randn(3, 4)).sum().backward()
+        model.zero_grad()
+    assert len(tried) == 5
+    [record] = [r for r in caplog.records if r.name == isolation.__name__]
+    assert record.levelname == "WARNING"
+    assert said in record.message
+    assert "check_isolation=True" in record.message
+
+
+def test_layers_behind_the_part_that_cannot_be_probed_are():
+    def mixes_behind(m: nn.Module, x: Tensor) -> Tensor:
+        y = m.body(reentrant(m.inner, x))
+        return m.head(y - y.mean(0))
+
+    inner = Calls(reentrant, first=linear(), body=linear())
+    model = GradSampleModule(Calls(mixes_behind, inner=inner, body=linear(), head=linear()))
+    with pytest.raises(PerSampleGradientError, match=r"body \(Linear\)"):
+        model(torch.randn(3, 4))
+
+
+def test_nothing_is_said_of_a_model_that_the_explicit_check_passed(caplog):
+    inner = Calls(reentrant, first=linear(), body=linear())
+    check_sample_isolation(inner, lambda m, x: m(x).tanh().sum(), torch.randn(3, 4), loss_reduction="sum")
+    GradSampleModule(inner)(torch.randn(3, 4)).sum().backward()
+    assert not [r for r in caplog.records if r.name == isolation.__name__]
 
 
 def test_one_sample_cannot_be_checked_so_the_check_waits_for_two():

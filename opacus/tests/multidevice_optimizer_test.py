@@ -186,16 +186,19 @@ def test_backward_and_step_never_wait_for_the_host(two_devices):
         max_grad_norm=1.0,
         expected_batch_size=B,
     )
-    for step, (x, y) in enumerate(batches(3)):
+    for step, (x, y) in enumerate(batches(7), 1):
         x, y = x.to(two_devices[0]), y.to(two_devices[1])
         with count_copies() as seen:
             optimizer.zero_grad()
             nn.functional.cross_entropy(module(x), y).backward()
             optimizer.step()
-        if step > 0:  # the first batch compares per-sample gradients with autograd's once, which waits
+        # the first batch compares per-sample gradients with autograd's once, which waits; in the 2nd and 4th forward it is read
+        # whether samples are isolated, once from each device
+        if step in (2, 4):
+            assert seen.sync + seen.d2h == 2
+        elif step > 1:
             assert (seen.sync, seen.d2h) == (0, 0)
-        # one activation forward, one gradient backward, and the two vectors of clipping
-        if step > 0:
+            # one activation forward, one gradient backward, and the two vectors of clipping
             assert seen.cross == 4
 
 

@@ -188,6 +188,62 @@ def test_batch_norm_is_found_by_name_and_passes_with_fixed_statistics(affine):
     check_sample_isolation(model, classify, vectors())
 
 
+class Standardises(nn.Module):
+    """As BatchNorm does, in training mode only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(0)) / (x.std(0) + 1e-3) if self.training else x
+
+
+def test_a_model_in_eval_is_looked_at_in_training_mode_too_and_goes_back():
+    for model in (mlp(Standardises()), mlp(nn.Dropout(), Standardises().eval())):
+        model.eval()
+        assert "(Standardises)" in refused(model, classify, vectors())
+        with pytest.raises(PerSampleGradientError, match="Standardises"):
+            private(model, TensorDataset(*vectors()), check_isolation=True)
+        assert not any(module.training for module in model.modules())
+
+
+def test_what_a_model_mixes_in_eval_only_is_still_found():
+    class Ranks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if self.training else x - x.mean(0)
+
+    assert "Ranks" in refused(mlp(Ranks()).eval(), classify, vectors())
+
+
+def test_a_part_that_stays_in_eval_while_the_model_trains_is_taken_as_it_is():
+    model = mlp(Standardises().eval())
+    check_sample_isolation(model, classify, vectors())
+    assert model.training
+    assert not model[1].training
+
+
+def test_in_eval_honest_models_pass_with_dropout_and_frozen_statistics():
+    model = mlp(nn.BatchNorm1d(D).requires_grad_(False), nn.Dropout(0.5)).eval()
+    before = copy.deepcopy(model.state_dict())
+    check_sample_isolation(model, classify, vectors())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(module.training for module in model.modules())
+
+    class Keeps(nn.Module):
+        """Its `train` leaves a part in `eval()`."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.fixed = Standardises().eval()
+
+        def train(self, mode: bool = True) -> nn.Module:
+            super().train(mode)
+            self.fixed.training = False
+            return self
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(self.fixed(x), 0.5, self.training)
+
+    check_sample_isolation(mlp(Keeps()).eval(), classify, vectors())
+
+
 def test_code_of_a_model_that_mixes_is_found_in_the_module_it_stands_in():
     class Centred(nn.Module):
         def __init__(self) -> None:
