@@ -126,7 +126,7 @@ class Probe:
             return False
         try:
             torch.autograd.grad(row, anchor, list(map(_uneven, row)), retain_graph=True, allow_unused=True)
-        except RuntimeError as error:  # reentrant checkpointing, compiled graphs
+        except Exception as error:  # reentrant checkpointing; what is wrong with a hook of the user's own, the backward says too
             logger.debug("the isolation check could not be made: %s", error)
             self.obstacle = (
                 f"one sample's output could not be sent backwards alone ({type(error).__name__}: {_start_of(error)}). "

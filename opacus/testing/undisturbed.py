@@ -80,8 +80,8 @@ class Undisturbed:
                 m for m in model.modules() if isinstance(m, (_BatchNorm, _InstanceNorm)) and is_fixed_map(m)
             ]
             model.train()
-            for module in fixed:
-                module.training = False
+            for norm in fixed:
+                norm.training = False
         for module in model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 module.training = False
