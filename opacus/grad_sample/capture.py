@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from opacus import integrations
 from opacus.errors import PerSampleGradientError
 from opacus.grad_sample.autocast import as_multiplied
+from opacus.grad_sample.buffers import BufferWatch
 from opacus.grad_sample.captured import Captured
 from opacus.grad_sample.isolation import SHARDED, Probe, Schedule, can_probe, graph_is_recorded
 from opacus.grad_sample.one_backward import OneBackward, used_twice
@@ -132,6 +133,7 @@ class Capture:
         self._whole_task = -1
         self._to_probe = check_isolation
         self._schedule = Schedule()
+        self._buffers = BufferWatch()
         self._probe: Probe | None = None
         self._handles: list[Any] = []
         self._slots: list[Slot] = []  # of the layers
@@ -160,9 +162,13 @@ class Capture:
             if module is copied_from():
                 self._wake()
                 self.rows.enter(args, kwargs)
+                if self.rows.outermost and self.enabled:
+                    self._buffers.before(module)
 
         def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if module is copied_from():
+                if self.rows.outermost:
+                    self._buffers.after(module)
                 self._check_isolation(output)
                 self.rows.leave()
 

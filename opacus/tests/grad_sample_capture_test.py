@@ -569,3 +569,36 @@ def test_weights_computed_from_parameters_are_refused_by_name(mode):
     doubled = {name: 2 * p for name, p in module.named_parameters()}
     with pytest.raises(PerSampleGradientError, match=r"not complete[\s\S]*weight[\s\S]*bias"):
         torch.func.functional_call(module, doubled, (torch.randn(4, 3),)).sum().backward()
+
+
+class Remembers(nn.Module):
+    """Keeps what it saw; `kind` says how."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.layer = kind, nn.Linear(3, 2)
+        self.memory = nn.Module()
+        self.memory.register_buffer("mean", torch.zeros(3))
+        self.memory.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.memory.calls += 1
+        if self.kind == "in place":
+            self.memory.mean.lerp_(x.detach().mean(0), 0.1)
+        if self.kind == "anew":
+            self.memory.mean = 0.9 * self.memory.mean + 0.1 * x.detach().mean(0)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "bk"])
+@pytest.mark.parametrize("kind", ["in place", "anew", "not at all"])
+def test_buffers_that_the_forward_writes_are_named_once(kind, mode, caplog):
+    module = wrap_model(Remembers(kind), mode, True)
+    for training in (False, True, True):
+        module.train(training)
+        module(torch.randn(4, 3)).sum().backward()
+        module.zero_grad()
+        assert training or not caplog.messages
+    said = [text for text in caplog.messages if "writes buffers" in text]
+    assert len(said) == (kind != "not at all")
+    assert all("(memory.mean)" in text for text in said)
