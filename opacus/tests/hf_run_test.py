@@ -556,6 +556,35 @@ def test_adapters_exchanged_after_make_private_are_refused_at_the_step():
         trainer.train()
 
 
+class Change(TrainerCallback):
+    def __init__(self, change) -> None:
+        self.change = change
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.change(model)
+
+
+@pytest.mark.parametrize("size", [1, 8], ids=["many physical batches", "one physical batch"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.set_adapter("other"),
+        lambda model: model.merge_adapter(),
+        lambda model: model.base_model.disable_adapter_layers(),
+    ],
+    ids=["set_adapter", "merge_adapter", "disable_adapter_layers"],
+)
+def test_adapters_switched_off_by_a_callback_are_named(change, size):
+    trainer = make_trainer(SFT, per_device_train_batch_size=size, max_steps=3)
+    trainer.model.add_adapter("other", adapters(task_type="CAUSAL_LM"))
+    run = {**QUICK, "noise_multiplier": 1.0, "expected_batch_size": 8}
+    make_trainer_private(trainer, **run)
+    trainer.add_callback(Change(change))
+    with pytest.raises(PerSampleGradientError, match="Were layers or adapters replaced, or switched off"):
+        trainer.train()
+    assert len(trainer.privacy.accountant) == 1
+
+
 @pytest.mark.parametrize(("records", "sizes"), [(0, []), (1, [1]), (3, [3]), (4, [2, 2]), (10, [2, 3, 2, 3])])
 def test_physical_batches_hold_every_record_once_in_equal_parts(records, sizes):
     split = SplitCollate(lambda part: {"rows": torch.tensor(part)}, 3)

@@ -15,7 +15,7 @@ from opacus.integrations.hf.nan_losses import FixedDenominator, means_without_na
 from opacus.integrations.hf.queries import queries_of
 from opacus.integrations.hf.ranks import training_settings
 from opacus.integrations.hf.refusals import changed_problems, trainer_problems
-from opacus.integrations.hf.run import PrivateRun
+from opacus.integrations.hf.run import PrivateRun, nothing_trains
 from opacus.integrations.hf.unwrapped import alone
 
 __all__ = ["RUN_ENDED", "DPTrainerMixin"]
@@ -174,6 +174,8 @@ class DPTrainerMixin:
             return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
         with FixedDenominator() if means_without_nan(self) else contextlib.nullcontext():
             found = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        if not (found[0] if isinstance(found, tuple) else found).requires_grad:
+            raise nothing_trains()
         return (found[0] * scale, *found[1:]) if isinstance(found, tuple) else found * scale
 
     def floating_point_ops(self, inputs: Any) -> int:

@@ -226,6 +226,7 @@ class PrivateRun:
         Raises:
             CheckpointError: if the trainer's count of steps and the accountant's differ.
             ConfigurationError: if the budget is spent; in the first step, if ranks would not train alike.
+            PerSampleGradientError: if all that the optimizer holds was frozen since.
         """
         if self._stop_at is None and self.ranks is not None:
             self.ranks.compare(self._where(state), "training cannot go on", "the first step of train()")
@@ -246,6 +247,9 @@ class PrivateRun:
                     "without its privacy state, or the optimizer was stepped by something else."
                 ],
             )
+        assert self.optimizer is not None
+        if not self.optimizer.params:
+            raise nothing_trains()
         if not self.line.stream:
             self.leave_stream(self.line_left.stream)
         if self._stop_at is None:
@@ -305,13 +309,7 @@ class PrivateRun:
         """The backward of a physical batch has ended."""
         seen = self.hooks.policy.n_samples
         if not seen:
-            raise PerSampleGradientError(
-                "the step cannot be private",
-                [
-                    "no layer that make_trainer_private has seen took part in the backward. Were layers or adapters replaced, or switched "
-                    "off, since? Make the trainer private when its model is complete."
-                ],
-            )
+            raise nothing_trains()
         if seen != batch.n_samples:
             raise PerSampleGradientError(
                 "samples cannot be told apart",
@@ -345,6 +343,17 @@ class PrivateRun:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken."""
         saved.restore(self, state)
+
+
+def nothing_trains() -> PerSampleGradientError:
+    """What to raise where nothing that was made private takes part in a step."""
+    return PerSampleGradientError(
+        "the step cannot be private",
+        [
+            "no layer that make_trainer_private has seen took part in the backward. Were layers or adapters replaced, or switched "
+            "off, since? Make the trainer private when its model is complete."
+        ],
+    )
 
 
 def noise_seed(seed: int) -> int:
