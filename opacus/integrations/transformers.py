@@ -40,6 +40,8 @@ __all__ = ["DPTrainerMixin", "make_trainer_private"]
 
 _HEADING = "make_trainer_private cannot start"
 _LOOKED_AT = 6  # records
+# of the trainer's arguments, until its privacy is detached
+_SET = {"gradient_accumulation_steps": 1, "max_grad_norm": 0.0, "average_tokens_across_devices": False}
 
 
 def make_trainer_private(
@@ -102,7 +104,8 @@ def make_trainer_private(
         **options: of the clipping style's optimizer, and `reduction_device`.
 
     Returns:
-        `trainer`, whose `get_epsilon()` says what was spent, and whose `detach_privacy()` gives the bare model back.
+        `trainer`, whose `get_epsilon()` says what was spent, and whose `detach_privacy()` gives the bare model back, and puts the
+            arguments back that were changed.
 
     Raises:
         ConfigurationError: listing everything in the trainer, its model, data and arguments that keeps the run from being
@@ -210,8 +213,9 @@ def make_trainer_private(
 
     build = functools.partial(_look_and_hook, trainer, plan, calibration_records, ranks)
     run = build() if ranks is None else ranks.start_together(build, trainer.train_dataset)
-    args.gradient_accumulation_steps, args.max_grad_norm = 1, 0.0
-    args.average_tokens_across_devices = False
+    run.args_before = {name: getattr(args, name) for name in _SET}
+    for name, value in _SET.items():
+        setattr(args, name, value)
     if not isinstance(trainer, DPTrainerMixin):
         kind = type(trainer)
         trainer.__class__ = type(

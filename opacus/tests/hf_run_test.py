@@ -511,12 +511,15 @@ def test_saved_adapters_are_ordinary_too(tmp_path):
 
 
 def test_detaching_leaves_no_hook_and_no_attribute():
-    trainer = private("SFT, Llama, full", max_steps=1)
+    changed = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.7, "average_tokens_across_devices": True}
+    trainer = private("SFT, Llama, full", max_steps=1, **changed)
+    assert trainer.args.gradient_accumulation_steps == 1
     hooks = {name for name, module in trainer.model.named_modules() if module._forward_hooks}
     assert hooks
     trainer.train()
     spent = trainer.get_epsilon(), trainer.get_epsilon(1e-3)
     model = trainer.detach_privacy()
+    assert {name: getattr(trainer.args, name) for name in changed} == changed
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert not any(hasattr(p, "summed_grad") or p._post_accumulate_grad_hooks for p in model.parameters())
     assert (trainer.get_epsilon(), trainer.get_epsilon(1e-3)) == spent

@@ -80,13 +80,15 @@ class DPTrainerMixin:
         return self._run().epsilon(delta)
 
     def detach_privacy(self) -> Any:
-        """Take hooks and all else off the model, which is then as before, trained.
+        """Take hooks and all else off the model, which is then as before, trained; and put the trainer's arguments back.
 
         Returns:
             The model. Training it further with this trainer is refused: another run would not count what this one spent.
         """
         run = self._run()
         run.detach()
+        for name, value in run.args_before.items():
+            setattr(self.args, name, value)
         self._ended = run.accountant, run.plan.delta
         self.privacy = None
         return self.model
