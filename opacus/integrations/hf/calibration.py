@@ -22,6 +22,7 @@ from torch import Tensor
 
 from opacus.errors import ConfigurationError, PerSampleGradientError
 from opacus.integrations.hf.contract import IGNORED, LossContract, first_rows, label_tokens
+from opacus.integrations.hf.looked_mode import TrainingWithoutRandomness
 from opacus.integrations.hf.upcast import in_float32
 from opacus.testing.sample_isolation import check_sample_isolation
 from opacus.testing.undisturbed import Undisturbed
@@ -50,48 +51,52 @@ def find_contract(trainer: Any, records: Sequence[Any], *, shake: float = _SHAKE
     Formal guarantee:
         None: a search on a few records. Nothing but what is raised, or the contract, depends on them.
     """
-    with _quiet(trainer):
+    with _same_figures(trainer), TrainingWithoutRandomness(trainer.model) as mode:
         try:
             with in_float32(trainer.model):
-                return _look(trainer, records, shake)
+                return _look(trainer, records, shake, mode)
         except torch.OutOfMemoryError:
             logger.info("the loss is looked at in the model's own precision: float32 takes too much memory")
-        return _look(trainer, records, shake)  # here, where the failed look is forgotten
+        return _look(trainer, records, shake, mode)  # here, where the failed look is forgotten
 
 
-def _look(trainer: Any, records: Sequence[Any], shake: float) -> LossContract:
-    probe = _Probe(trainer, records)
+def _look(
+    trainer: Any, records: Sequence[Any], shake: float, mode: TrainingWithoutRandomness
+) -> LossContract:
     with Undisturbed(trainer.model) as undisturbed:
         undisturbed.shake(shake)
+        probe = _Probe(trainer, records, mode, undisturbed)
         contract = probe.contract()
+    mode.apply()
     _check_isolation(trainer, probe, contract, shake)
     return contract
 
 
 @contextlib.contextmanager
-def _quiet(trainer: Any) -> Iterator[None]:
-    """The model without dropout, yet in training mode for the trainer, whose figures do not change."""
-    modes = [(module, module.training) for module in trainer.model.modules()]
+def _same_figures(trainer: Any) -> Iterator[None]:
+    """Figures that the trainer gathers for its log do not change."""
     figures = {
         name: copy.deepcopy(vars(trainer)[name])
         for name in ("_metrics", "_total_train_tokens")
         if name in vars(trainer)
     }
-    trainer.model.eval()
-    trainer.model.training = True
     try:
         yield
     finally:
-        for module, training in modes:
-            module.training = training
         vars(trainer).update(figures)
 
 
 class _Probe:
     """Gradients of the trainer's own loss on batches of few records."""
 
-    def __init__(self, trainer: Any, records: Sequence[Any]) -> None:
-        self.trainer = trainer
+    def __init__(
+        self,
+        trainer: Any,
+        records: Sequence[Any],
+        mode: TrainingWithoutRandomness,
+        undisturbed: Undisturbed,
+    ) -> None:
+        self.trainer, self.mode, self.undisturbed = trainer, mode, undisturbed
         self.collate = trainer.get_train_dataloader().collate_fn
         self.records = [records[i % len(records)] for i in range(max(_TOGETHER, len(records)))]
         self.parameters = [p for p in trainer.model.parameters() if p.requires_grad]
@@ -109,8 +114,7 @@ class _Probe:
         return trainer.compute_loss(trainer.model, inputs, num_items_in_batch=told)
 
     def gradient(self, batch: Mapping[str, Any], count: int | None = 1) -> list[Tensor]:
-        for p in self.parameters:
-            p.grad = None
+        self.undisturbed.again()  # each from the same buffers
         self.loss(batch, count).backward()
         found = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         for p in self.parameters:
@@ -130,8 +134,8 @@ class _Probe:
         together = self.batch(chosen)
         for index in range(_TOGETHER):
             together = self._shortened(together, index, row=index)
-        parts = [self.gradient(batch) for batch in alone]
-        whole = self.gradient(together)
+        whole = self.mode.settled(lambda: self.gradient(together))
+        parts = self._alone(alone)
         if not any(bool(g.any()) for part in (whole, *parts) for g in part):
             _refuse("no trainable parameter received a gradient. Are all adapters switched off or frozen?")
         ones = [1.0] * _TOGETHER
@@ -153,6 +157,21 @@ class _Probe:
                 "its own rows."
             ],
         )
+
+    def _alone(self, batches: list[dict[str, Any]]) -> list[list[Tensor]]:
+        """Gradients of batches of one record, which must work where those of several do."""
+        try:
+            return [self.gradient(batch) for batch in batches]
+        except torch.OutOfMemoryError:
+            raise
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise PerSampleGradientError(
+                "samples are not isolated",
+                [
+                    f"{type(self.trainer).__name__}.compute_loss fails on a batch of one record ({type(error).__name__}), though not on "
+                    f"one of {_TOGETHER}: a record's own loss is not defined. Statistics of the batch do this."
+                ],
+            ) from error
 
     def _sum_contract(
         self, rows: int, record: Any, own: list[Tensor], batch: Mapping[str, Any]
