@@ -17,6 +17,7 @@ from opacus.errors import ConfigurationError, PerSampleGradientError, raise_if_a
 from opacus.integrations.hf.calibration import find_contract
 from opacus.integrations.hf.contract import LossContract
 from opacus.integrations.hf.fused_head import WholeHead
+from opacus.integrations.hf.looked_at import some_records
 from opacus.integrations.hf.mixin import RUN_ENDED, DPTrainerMixin
 from opacus.integrations.hf.plan import (
     Plan,
@@ -39,7 +40,6 @@ from opacus.integrations.hf.unwrapped import Unwrapped, alone
 __all__ = ["DPTrainerMixin", "make_trainer_private"]
 
 _HEADING = "make_trainer_private cannot start"
-_LOOKED_AT = 6  # records
 # of the trainer's arguments, until its privacy is detached
 _SET = {"gradient_accumulation_steps": 1, "max_grad_norm": 0.0, "average_tokens_across_devices": False}
 
@@ -234,7 +234,9 @@ def _look_and_hook(
     base = base_model(trainer.model)
     head = WholeHead(base) if WholeHead.is_fused(base) else None
     try:
-        records = _some_records(trainer) if calibration_records is None else calibration_records
+        records = calibration_records
+        if records is None:
+            records = some_records(trainer.get_train_dataloader().dataset)  # as the loader sees them
         with contextlib.nullcontext() if ranks is None else alone(trainer):
             contract = _contract(trainer, records, made_up=calibration_records is not None)
         return PrivateRun(trainer.model, plan, contract, head, ranks)
@@ -270,10 +272,3 @@ def _calibration_problems(records: Any) -> list[str]:
         "calibration_records must be a list of at least 2 records with the data set's columns, not "
         f"{records if isinstance(records, int) else type(records).__name__}."
     ]
-
-
-def _some_records(trainer: Any) -> list[Any]:
-    """Records taken evenly over the data set, as the trainer's loader sees them."""
-    data = trainer.get_train_dataloader().dataset
-    count = min(_LOOKED_AT, len(data))
-    return [data[i * len(data) // count] for i in range(count)]

@@ -9,11 +9,14 @@ pytest.importorskip("transformers", reason="needs Transformers (extra hf)")
 pytest.importorskip("trl", reason="needs TRL (extra hf)")
 pytest.importorskip("peft", reason="needs PEFT (extra hf)")
 
+from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import Trainer, TrainingArguments
+from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
+from trl.experimental.tpo import TPOConfig, TPOTrainer
 
-from opacus.errors import PerSampleGradientError
+from opacus.errors import ConfigurationError, PerSampleGradientError
+from opacus.integrations.hf.calibration import find_contract
 from opacus.integrations.hf.looked_mode import TrainingWithoutRandomness
 from opacus.integrations.transformers import make_trainer_private
 from opacus.tests import hf_tiny as tiny
@@ -115,3 +118,102 @@ def test_dropout_of_attention_is_off_while_a_loss_is_looked_at_and_back_afterwar
     assert attention.attention_dropout == 0.5
     make_trainer_private(trainer, **RUN)
     assert trainer.privacy.contract.counts_tokens
+
+
+# ------------------------------------------------------ rare labels, lengths
+
+
+RARE = [int(i in (5, 11)) for i in range(40)]
+SORTED = [int(i >= 20) for i in range(40)]
+MANY = [i % 7 for i in range(70)]
+
+
+@pytest.mark.parametrize(
+    ("labels", "weight"),
+    [(RARE, [1.0, 50.0]), (SORTED, [1.0, 10.0]), (MANY, [1.0] * 6 + [9.0])],
+    ids=["rare", "sorted", "one of seven"],
+)
+@pytest.mark.parametrize("physical", [1, 8])
+def test_a_mean_weighted_by_class_is_found_wherever_its_classes_are(labels, weight, physical):
+    def trainer(weight):
+        model = Classifier(nn.Identity(), weight, classes=max(labels) + 1)
+        return classified(model, labels, per_device_train_batch_size=physical)
+
+    with pytest.raises(PerSampleGradientError, match="Class weights in a mean|the loss: "):
+        make_trainer_private(trainer(torch.tensor(weight)), **RUN)
+    make_trainer_private(trainer(None), **RUN)
+
+
+class Pooled(nn.Module):
+    """Classifies the mean over positions: over all of them, or over those that are no padding."""
+
+    def __init__(self, *, masked: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(len(tiny.TOKENIZER), 16), nn.Linear(16, 2)
+        self.masked = masked
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        seen = attention_mask[..., None] if self.masked else torch.ones_like(attention_mask)[..., None]
+        pooled = (torch.tanh(self.embed(input_ids)) * seen).sum(1) / seen.sum(1)
+        return {"loss": F.cross_entropy(self.head(pooled), labels)}
+
+
+@pytest.mark.parametrize("count", [40, 1500])
+def test_padding_that_counts_is_found_where_few_records_have_another_length(count):
+    short = (7, 17) if count == 40 else (1203,)
+    data = [
+        {"input_ids": [5 + (i + j) % 9 for j in range(4 if i in short else 8)], "labels": i % 2}
+        for i in range(count)
+    ]
+
+    def trainer(masked):
+        return Trainer(
+            model=Pooled(masked=masked),
+            args=arguments(TrainingArguments),
+            train_dataset=data,
+            data_collator=DataCollatorWithPadding(tiny.TOKENIZER),
+        )
+
+    with pytest.raises(PerSampleGradientError, match="padding that counts"):
+        make_trainer_private(trainer(False), **RUN)
+    make_trainer_private(trainer(True), **RUN)
+
+
+def preferences() -> Dataset:
+    """Of equal lengths throughout."""
+    words = sorted({word for text in tiny.TEXTS for word in text.split()})
+
+    def text(i: int) -> str:
+        return " " + " ".join(words[(7 * i + 3 * j) % len(words)] for j in range(4))
+
+    names = ("prompt", "chosen", "rejected", "reference")
+    return Dataset.from_list([{name: text(i + 11 * j) for j, name in enumerate(names)} for i in range(12)])
+
+
+def tpo(**changes: object) -> TPOTrainer:
+    args = arguments(TPOConfig, **changes)
+    return TPOTrainer(
+        model=tiny.llama(), args=args, train_dataset=preferences(), processing_class=tiny.TOKENIZER
+    )
+
+
+def test_the_mean_over_gold_tokens_of_tpo_is_refused_by_name_and_found_though_lengths_are_equal():
+    trainer = tpo()
+    with pytest.raises(ConfigurationError, match=r"TPOTrainer: tpo_alpha=1\.0: .* Set tpo_alpha=0"):
+        make_trainer_private(trainer, **RUN)
+    with pytest.raises(PerSampleGradientError, match="samples are not isolated"):
+        find_contract(trainer, trainer.train_dataset)
+
+
+def test_tpo_without_that_term_takes_pairs():
+    contract = make_trainer_private(tpo(tpo_alpha=0.0), **RUN).privacy.contract
+    assert (contract.kind, contract.rows_per_sample) == ("mean over rows", 2)
+
+
+@pytest.mark.parametrize("name", ["CPOTrainer", "ORPOTrainer"])
+def test_trainers_that_join_answers_inside_their_loss_are_refused_by_name(name):
+    trainer = make_trainer("Trainer, BERT classifier, full")
+    trainer.__class__ = type(name, (Trainer,), {})
+    with pytest.raises(ConfigurationError, match=rf"{name}: .* Use DPOTrainer"):
+        make_trainer_private(trainer, **RUN)

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from opacus.errors import ConfigurationError, PerSampleGradientError
+from opacus.integrations.hf.collation import Collation
 from opacus.integrations.hf.contract import IGNORED, LossContract, first_rows, label_tokens
+from opacus.integrations.hf.looked_at import most_different
 from opacus.integrations.hf.looked_mode import TrainingWithoutRandomness
 from opacus.integrations.hf.upcast import in_float32
 from opacus.testing.sample_isolation import check_sample_isolation
@@ -33,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 _HEADING = "the trainer's loss cannot be made private"
 _TOGETHER = 3  # samples whose gradients are compared with that of their batch
+_MOST_SHOWN = 6
+_MOST_CLASSES = 16  # that one record of each is looked at
 _SHAKE = 0.1
 
 
@@ -41,7 +45,8 @@ def find_contract(trainer: Any, records: Sequence[Any], *, shake: float = _SHAKE
 
     Args:
         trainer: a trainer whose `compute_loss` and data loader are its own still.
-        records: a few items of its data set, or made-up ones with the same columns; at least 2.
+        records: items of its data set, or made-up ones with the same columns, at least 2; of many, those are taken that differ most
+            in labels and lengths.
         shake: by what part of their size trainable weights are moved meanwhile.
 
     Raises:
@@ -67,6 +72,7 @@ def _look(
         undisturbed.shake(shake)
         probe = _Probe(trainer, records, mode, undisturbed)
         contract = probe.contract()
+        probe.labels_count_alike(contract)
     mode.apply()
     _check_isolation(trainer, probe, contract, shake)
     return contract
@@ -97,15 +103,11 @@ class _Probe:
         undisturbed: Undisturbed,
     ) -> None:
         self.trainer, self.mode, self.undisturbed = trainer, mode, undisturbed
-        self.collate = trainer.get_train_dataloader().collate_fn
-        self.records = [records[i % len(records)] for i in range(max(_TOGETHER, len(records)))]
+        picked = most_different(records, _MOST_CLASSES)
+        self.records = [picked[i % len(picked)] for i in range(max(_TOGETHER, len(picked)))]
+        self.collation = Collation(trainer.get_train_dataloader().collate_fn, self.records[:_TOGETHER])
         self.parameters = [p for p in trainer.model.parameters() if p.requires_grad]
         self.tolerance = rounding(trainer)
-
-    def batch(self, records: Sequence[Any]) -> dict[str, Any]:
-        """Collated, on the CPU; the trainer's loss is given a copy."""
-        batch = dict(self.collate([copy.deepcopy(record) for record in records]))
-        return {name: _as_tensor(value, len(records)) for name, value in batch.items()}
 
     def loss(self, batch: Mapping[str, Any], count: int | None) -> Tensor:
         trainer = self.trainer
@@ -113,8 +115,12 @@ class _Probe:
         told = None if count is None else torch.tensor(count)
         return trainer.compute_loss(trainer.model, inputs, num_items_in_batch=told)
 
-    def gradient(self, batch: Mapping[str, Any], count: int | None = 1) -> list[Tensor]:
+    def gradient(
+        self, batch: Mapping[str, Any], count: int | None = 1, of: list[Tensor] | None = None
+    ) -> list[Tensor]:
         self.undisturbed.again()  # each from the same buffers
+        if of is not None:
+            return list(torch.autograd.grad(self.loss(batch, count), of))
         self.loss(batch, count).backward()
         found = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         for p in self.parameters:
@@ -122,25 +128,27 @@ class _Probe:
         return found
 
     def contract(self) -> LossContract:
-        rows = first_rows(self.batch(self.records[:1]))
-        sizes = [first_rows(self.batch(self.records[:n])) for n in (1, 2, _TOGETHER)]
+        sizes = [first_rows(self.collation.batch(self.records[:n])) for n in (1, 2, _TOGETHER)]
+        rows = sizes[0]
         if rows < 1 or sizes != [rows, 2 * rows, _TOGETHER * rows]:
             _refuse(
                 f"batches of 1, 2 and {_TOGETHER} records have {', '.join(map(str, sizes))} rows: each record must become the same "
                 "number of rows of its own (no packing, no padding_free)."
             )
         chosen = self.records[:_TOGETHER]
-        alone = [self._shortened(self.batch([record]), index) for index, record in enumerate(chosen)]
-        together = self.batch(chosen)
+        self.collation.refuse_mixing(chosen)
+        whole_length, together = self.collation.pair(chosen)
+        alone = [_shortened(batch, index, 0, 1) for index, batch in enumerate(whole_length)]
         for index in range(_TOGETHER):
-            together = self._shortened(together, index, row=index)
+            together = _shortened(together, index, index, _TOGETHER)
         whole = self.mode.settled(lambda: self.gradient(together))
         parts = self._alone(alone)
+        self._reached = {p for p, g in zip(self.parameters, parts[0], strict=True) if bool(g.any())}
         if not any(bool(g.any()) for part in (whole, *parts) for g in part):
             _refuse("no trainable parameter received a gradient. Are all adapters switched off or frozen?")
         ones = [1.0] * _TOGETHER
         if self._is(whole, parts, ones):
-            return self._sum_contract(rows, chosen[0], parts[0], alone[0])
+            return self._sum_contract(rows, whole_length[0], parts[0], alone[0])
         if self._is(whole, parts, [1 / _TOGETHER] * _TOGETHER):
             return LossContract("mean over rows", rows)
         if _has_token_labels(together):
@@ -148,15 +156,8 @@ class _Probe:
                 tokens = [float(label_tokens(batch, shifts).sum()) for batch in alone]
                 if self._is(whole, parts, [count / max(1.0, sum(tokens)) for count in tokens]):
                     return LossContract("mean over tokens", rows, shifts)
-        raise PerSampleGradientError(
-            "samples are not isolated",
-            [
-                f"{type(self.trainer).__name__}.compute_loss: the gradient of a batch is neither the sum nor the mean (over rows or "
-                "label tokens) of its samples' own gradients, so that a sample's gradient depends on the others. A statistic or "
-                "baseline over the batch, in-batch negatives, sorting or an auxiliary loss do this: compute each sample's loss from "
-                "its own rows."
-            ],
-        )
+        _raise_mixed(self.trainer)
+        raise AssertionError
 
     def _alone(self, batches: list[dict[str, Any]]) -> list[list[Tensor]]:
         """Gradients of batches of one record, which must work where those of several do."""
@@ -174,7 +175,7 @@ class _Probe:
             ) from error
 
     def _sum_contract(
-        self, rows: int, record: Any, own: list[Tensor], batch: Mapping[str, Any]
+        self, rows: int, unchanged: dict[str, Any], own: list[Tensor], batch: Mapping[str, Any]
     ) -> LossContract:
         """A sum: over tokens if the loss divides by the count it is told, over rows if it ignores it."""
         told_two = self.gradient(batch, 2)
@@ -188,7 +189,7 @@ class _Probe:
             )
         with torch.no_grad():
             # with a label at position 0, which a shifted loss leaves out
-            marked = self._with_first_label(self.batch([record]))
+            marked = _with_first_label(unchanged)
             counted = float(self.loss(marked, 1)) / float(self.loss(marked, None))
         for shifts in (True, False):
             if math.isclose(counted, float(label_tokens(marked, shifts).sum()), rel_tol=10 * self.tolerance):
@@ -212,23 +213,67 @@ class _Probe:
             )
         return math.sqrt(off) <= self.tolerance * math.sqrt(size)
 
-    def _shortened(self, batch: dict[str, Any], index: int, row: int = 0) -> dict[str, Any]:
-        """Leave labels out, more of the first samples: numbers of tokens then differ, whatever the records."""
-        if not _has_token_labels(batch):
-            return batch
-        labels_RT = batch["labels"].clone()
-        taken = (labels_RT[row] != IGNORED).nonzero().flatten()
-        keep = max(2, len(taken) * (index + 1) // _TOGETHER)
-        labels_RT[row, taken[keep:]] = IGNORED
-        return {**batch, "labels": labels_RT}
+    def labels_count_alike(self, contract: LossContract) -> None:
+        """Raise unless records of every label count as much as the first one: three labels at a time, at one layer.
 
-    def _with_first_label(self, batch: dict[str, Any]) -> dict[str, Any]:
-        labels_RT = batch["labels"].clone()
-        for row in labels_RT:
-            taken = row[row != IGNORED]
-            if len(taken):
-                row[0] = taken[-1]
-        return {**batch, "labels": labels_RT}
+        Raises:
+            PerSampleGradientError: if not, as in a mean that is weighted by class.
+        """
+        chosen: dict[int, Any] = {}
+        for record in self.records:
+            labels = self.collation.batch([record]).get("labels")
+            if not isinstance(labels, Tensor) or labels.dim() != 1 or labels.is_floating_point():
+                return
+            chosen.setdefault(int(labels[0]), record)
+        first, *others = chosen.values()
+        last = next((p for p in reversed(self.parameters) if p in self._reached), None)
+        for start in range(_TOGETHER - 1, len(others) if last is not None else 0, _TOGETHER - 1):
+            assert last is not None
+            alone, together = self.collation.pair([first, *others[start : start + _TOGETHER - 1]])
+            parts = [self.gradient(batch, of=[last]) for batch in alone]
+            share = 1.0 if contract.kind == "sum over rows" else 1 / len(parts)
+            if not self._is(self.gradient(together, of=[last]), parts, [share] * len(parts)):
+                _raise_mixed(self.trainer)
+
+
+def _shortened(batch: dict[str, Any], index: int, place: int, n: int) -> dict[str, Any]:
+    """Leave labels and counted tokens out, more of the first samples: numbers of tokens then differ, whatever the records.
+
+    Args:
+        batch: of n samples.
+        index: how much to leave out.
+        place: of the sample in the batch.
+    """
+    changed = dict(batch)
+    for name, value in batch.items():
+        if not _tells_which_tokens_count(name, value):
+            continue
+        ignored = IGNORED if name == "labels" else 0
+        tokens_RT = value.clone()
+        for row in tokens_RT[place::n]:
+            taken = (row != ignored).nonzero().flatten()
+            row[taken[max(2, len(taken) * (index + 1) // _TOGETHER) :]] = ignored
+        changed[name] = tokens_RT
+    return changed
+
+
+def _tells_which_tokens_count(name: str, value: Any) -> bool:
+    """Labels `[rows, T]`; masks of them, though not those of what is attended to, which say how long a sample is."""
+    if not isinstance(value, Tensor) or value.dim() != 2 or value.is_floating_point():
+        return False
+    if name == "labels":
+        return True
+    of_length = any(word in name for word in ("attention", "padding", "pixel", "input"))
+    return name.endswith(("mask", "masks")) and not of_length and bool(((value == 0) | (value == 1)).all())
+
+
+def _with_first_label(batch: dict[str, Any]) -> dict[str, Any]:
+    labels_RT = batch["labels"].clone()
+    for row in labels_RT:
+        taken = row[row != IGNORED]
+        if len(taken):
+            row[0] = taken[-1]
+    return {**batch, "labels": labels_RT}
 
 
 def _check_isolation(trainer: Any, probe: _Probe, contract: LossContract, shake: float) -> None:
@@ -238,10 +283,14 @@ def _check_isolation(trainer: Any, probe: _Probe, contract: LossContract, shake:
         n_samples = first_rows(batch) // k
         return probe.loss(batch, 1) * contract.to_sum(n_samples, batch)
 
+    records = probe.records[: _shown(trainer)]
+    shown = probe.collation.pair(records)[1]
+    for index in range(_TOGETHER):
+        shown = _shortened(shown, index, index, len(records))
     check_sample_isolation(
         trainer.model,
         loss,
-        probe.batch(probe.records[: _shown(trainer)]),
+        shown,
         loss_reduction="sum",
         rows_per_sample=k,
         shake=shake,
@@ -254,7 +303,7 @@ def _shown(trainer: Any) -> int:
 
     It needs some beside the one that is changed, so where steps take few records it takes more memory than they do.
     """
-    return max(_TOGETHER, trainer.args.per_device_train_batch_size // 2)
+    return min(_MOST_SHOWN, max(_TOGETHER, trainer.args.per_device_train_batch_size // 2))
 
 
 def rounding(trainer: Any) -> float:
@@ -274,12 +323,16 @@ def _has_token_labels(batch: Mapping[str, Any]) -> bool:
     return isinstance(labels, Tensor) and labels.dim() == 2 and not labels.is_floating_point()
 
 
-def _as_tensor(value: Any, n: int) -> Any:
-    """Lists of one number a sample as tensors, so that samples can be exchanged."""
-    plain = (
-        isinstance(value, list) and len(value) == n and all(isinstance(v, (bool, int, float)) for v in value)
+def _raise_mixed(trainer: Any) -> None:
+    raise PerSampleGradientError(
+        "samples are not isolated",
+        [
+            f"{type(trainer).__name__}.compute_loss: the gradient of a batch is neither the sum nor the mean (over rows or "
+            "label tokens) of its samples' own gradients, so that a sample's gradient depends on the others. Class weights in a mean, a "
+            "statistic or baseline over the batch, padding that counts, in-batch negatives, sorting or an auxiliary loss do this: "
+            "compute each sample's loss from its own rows."
+        ],
     )
-    return torch.tensor(value) if plain else value
 
 
 def _refuse(problem: str) -> None:

@@ -16,7 +16,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from opacus.utils.random_states import default_states
 from opacus.validators.batch_norm import is_fixed_map
 
-__all__ = ["TrainingWithoutRandomness"]
+__all__ = ["TrainingWithoutRandomness", "drawn_states", "same_states"]
 
 logger = logging.getLogger(__name__)
 
@@ -99,11 +99,11 @@ class TrainingWithoutRandomness:
         ] = []  # of modules that are running: state, children drew
 
         def before(module: nn.Module, args: Any) -> None:
-            calls.append((_states(devices), []))
+            calls.append((drawn_states(devices), []))
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             state, inner = calls.pop()
-            drew = not _same(state, _states(devices))
+            drew = not same_states(state, drawn_states(devices))
             if drew and not any(inner):
                 drawing.add(module)
             if calls:
@@ -120,7 +120,7 @@ class TrainingWithoutRandomness:
                 handle.remove()
 
 
-def _states(devices: set[torch.device]) -> dict[str, Any]:
+def drawn_states(devices: set[torch.device]) -> dict[str, Any]:
     """Of the default generators of torch, NumPy and Python."""
     kept: Any = np.random.get_state()
     return {
@@ -130,7 +130,8 @@ def _states(devices: set[torch.device]) -> dict[str, Any]:
     }
 
 
-def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+def same_states(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Whether nothing was drawn between them."""
     return all(
         torch.equal(value, b[name]) if isinstance(value, Tensor) else value == b[name]
         for name, value in a.items()

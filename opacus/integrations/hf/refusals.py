@@ -54,6 +54,11 @@ _GENERATES = (
     "its batches are generated and regrouped during training, so that they are not what the data loader drew."
 )
 
+_JOINS = (
+    "it makes one batch of chosen and rejected answers inside its loss, whose rows are not those of the data loader's batch, and adds a "
+    "mean over the answers' tokens of the whole batch. Use DPOTrainer."
+)
+
 REFUSED: dict[str, tuple[Refused, ...]] = {
     "Trainer": (
         Refused(
@@ -200,15 +205,31 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
             "the auxiliary loss is a statistic of the batch. Set its coefficient to 0.",
         ),
     ),
+    "TPOTrainer": (
+        Refused(
+            "tpo_alpha",
+            None,
+            "its term for the gold responses is a mean over all their tokens in the batch, so that a sample's gradient depends on the "
+            "others' lengths. Set tpo_alpha=0.",
+        ),
+    ),
+    **{name: (Refused("args", None, _JOINS),) for name in ("CPOTrainer", "ORPOTrainer")},
     **{
         name: (Refused("args", None, _GENERATES),)
         for name in (
             "GRPOTrainer",
+            "AsyncGRPOTrainer",
+            "A2POTrainer",
             "RLOOTrainer",
             "OnlineDPOTrainer",
             "PPOTrainer",
             "DistillationTrainer",
+            "AsyncDistillationTrainer",
             "GKDTrainer",
+            "GOLDTrainer",
+            "IWOPDTrainer",
+            "SDFTTrainer",
+            "SDPOTrainer",
         )
     },
 }
