@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from opacus.utils.random_states import default_states, restore_default_states
 from opacus.validators.batch_norm import is_fixed_map
 
-__all__ = ["Randomness", "Undisturbed", "same_randomness"]
+__all__ = ["Randomness", "Undisturbed", "same_randomness", "same_values"]
 
 
 class Randomness:
@@ -47,6 +47,15 @@ def same_randomness(devices: set[torch.device]) -> Iterator[None]:
         yield
     finally:
         randomness.restore()
+
+
+def same_values(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether they are alike, NaN where the other is NaN included."""
+    if a is None or b is None:
+        return a is b
+    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+        return False
+    return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 class Undisturbed:
@@ -109,6 +118,20 @@ class Undisturbed:
         for p in self.model.parameters():
             p.grad = None
         self.randomness.restore()
+
+    def changed_buffers(self) -> dict[str, Tensor | None]:
+        """Copies of those that are not as they were at the start, by name; also new ones, and None for one that is gone."""
+        before: dict[nn.Module, dict[str, Tensor | None]] = {}
+        for module, name, _, kept in self._buffers:
+            before.setdefault(module, {})[name] = kept
+        found: dict[str, Tensor | None] = {}
+        for path, module in self.model.named_modules():
+            own = before.get(module, {})
+            for name in sorted(own.keys() | module._buffers.keys()):
+                now, kept = module._buffers.get(name), own.get(name)
+                if not same_values(now, kept):
+                    found[f"{path}.{name}" if path else name] = None if now is None else now.detach().clone()
+        return found
 
     def shake(self, by: float = 0.02) -> None:
         """Move trainable weights a little: a zero-initialised adapter sends no gradient on, and hides what it will do.

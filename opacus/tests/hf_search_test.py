@@ -217,3 +217,53 @@ def test_trainers_that_join_answers_inside_their_loss_are_refused_by_name(name):
     trainer.__class__ = type(name, (Trainer,), {})
     with pytest.raises(ConfigurationError, match=rf"{name}: .* Use DPOTrainer"):
         make_trainer_private(trainer, **RUN)
+
+
+# ------------------------------------------------------------------- buffers
+
+
+class Keeps(nn.Module):
+    """Updates a buffer in training."""
+
+    def __init__(self, update, buffer: Tensor) -> None:
+        super().__init__()
+        self.update = update
+        self.register_buffer("kept", buffer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.kept = self.update(self.kept, x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("update", "buffer"),
+    [
+        (lambda kept, x: kept.lerp(x.mean(0), 0.5), torch.zeros(8)),
+        (lambda kept, x: kept.lerp_(x.mean(0), 0.5), torch.zeros(8)),
+        (lambda kept, x: torch.maximum(kept, x.abs().max()), torch.zeros(())),
+        (lambda kept, x: kept + (x > 0.1).sum(0), torch.zeros(8, dtype=torch.long)),
+    ],
+    ids=["moving average", "in place", "largest", "histogram"],
+)
+def test_a_buffer_that_keeps_the_data_is_refused_by_name_and_restored(update, buffer):
+    trainer = classified(Classifier(Keeps(update, buffer)))
+    with pytest.raises(ConfigurationError, match=r"buffer between\.kept: .* keeps in it what it saw"):
+        make_trainer_private(trainer, **RUN)
+    assert not trainer.model.between.kept.any()
+
+
+@pytest.mark.parametrize(
+    ("update", "buffer"),
+    [
+        (lambda kept, x: kept + 1, torch.zeros((), dtype=torch.long)),
+        (lambda kept, x: torch.arange(float(max(len(kept), x.shape[0]))), torch.zeros(1)),
+        (lambda kept, x: kept * 0.5, torch.full((2,), 8.0)),
+    ],
+    ids=["counter", "cache for a size", "schedule"],
+)
+def test_buffers_that_change_whatever_the_data_are_accepted(update, buffer):
+    before = buffer.clone()
+    trainer = make_trainer_private(classified(Classifier(Keeps(update, buffer))), **RUN)
+    assert torch.equal(trainer.model.between.kept, before)

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from opacus.errors import ConfigurationError, PerSampleGradientError
-from opacus.integrations.hf.collation import Collation
+from opacus.integrations.hf.collation import Collation, repeated
 from opacus.integrations.hf.contract import IGNORED, LossContract, first_rows, label_tokens
 from opacus.integrations.hf.looked_at import most_different
 from opacus.integrations.hf.looked_mode import TrainingWithoutRandomness
 from opacus.integrations.hf.upcast import in_float32
 from opacus.testing.sample_isolation import check_sample_isolation
-from opacus.testing.undisturbed import Undisturbed
+from opacus.testing.undisturbed import Undisturbed, same_values
 
 __all__ = ["find_contract"]
 
@@ -142,6 +142,7 @@ class _Probe:
         for index in range(_TOGETHER):
             together = _shortened(together, index, index, _TOGETHER)
         whole = self.mode.settled(lambda: self.gradient(together))
+        self._refuse_kept_data(together)
         parts = self._alone(alone)
         self._reached = {p for p, g in zip(self.parameters, parts[0], strict=True) if bool(g.any())}
         if not any(bool(g.any()) for part in (whole, *parts) for g in part):
@@ -173,6 +174,35 @@ class _Probe:
                     f"one of {_TOGETHER}: a record's own loss is not defined. Statistics of the batch do this."
                 ],
             ) from error
+
+    def _refuse_kept_data(self, batch: dict[str, Any]) -> None:
+        """Raise if what a forward left in buffers tells what the data were: it would be saved, and never gets noise.
+
+        `batch` was run last. Caches for a length, and counters, are the same after another batch of one shape.
+        """
+        changed = self.undisturbed.changed_buffers()
+        if not changed:
+            return
+        others = []
+        for place in (0, _TOGETHER - 1):
+            self.gradient(repeated(batch, place, _TOGETHER))
+            others.append(self.undisturbed.changed_buffers())
+        self.undisturbed.again()
+        names = dict.fromkeys(name for found in (changed, *others) for name in found)
+        telling = [
+            name
+            for name in names
+            if not all(name in changed and name in o and same_values(changed[name], o[name]) for o in others)
+        ]
+        if telling:
+            raise ConfigurationError(
+                _HEADING,
+                [
+                    f"buffer {name}: in training the model keeps in it what it saw (a moving average, say), without noise; it would be "
+                    "saved with the model. Fix it, or compute it from public data before."
+                    for name in telling
+                ],
+            )
 
     def _sum_contract(
         self, rows: int, unchanged: dict[str, Any], own: list[Tensor], batch: Mapping[str, Any]

@@ -22,7 +22,7 @@ from opacus.integrations.hf.contract import IGNORED, first_rows
 from opacus.integrations.hf.looked_mode import drawn_states, same_states
 from opacus.testing.undisturbed import same_randomness
 
-__all__ = ["Collation"]
+__all__ = ["Collation", "repeated"]
 
 Batch = dict[str, Any]
 
@@ -156,8 +156,13 @@ def _state(generator: Any) -> Any:
     return copy.deepcopy(generator.bit_generator.state)
 
 
-def _row_of(batch: Mapping[str, Any], i: int, n: int, *, trim: bool = True) -> Batch:
-    """The rows of record `i` of `n`, without padding that no row of it needs."""
+def repeated(batch: Mapping[str, Any], i: int, n: int) -> Batch:
+    """A batch of the same shape, with the rows of record `i` of `n` in the place of all others'."""
+    return _picked(batch, n, lambda size: [i + n * (place // n) for place in range(size)])
+
+
+def _picked(batch: Mapping[str, Any], n: int, places: Callable[[int], Sequence[int]]) -> Batch:
+    """Rows at `places`, a function of how many there are, of everything that has one for each record or row."""
     rows = first_rows(batch)
 
     def cut(value: Any) -> Any:
@@ -165,10 +170,15 @@ def _row_of(batch: Mapping[str, Any], i: int, n: int, *, trim: bool = True) -> B
             return value
         if len(value) not in (n, rows):
             return value
-        places = range(i, len(value), n)
-        return value[list(places)] if isinstance(value, Tensor) else type(value)(value[p] for p in places)
+        chosen = list(places(len(value)))
+        return value[chosen] if isinstance(value, Tensor) else type(value)(value[place] for place in chosen)
 
-    own = {name: cut(value) for name, value in batch.items()}
+    return {name: cut(value) for name, value in batch.items()}
+
+
+def _row_of(batch: Mapping[str, Any], i: int, n: int, *, trim: bool = True) -> Batch:
+    """The rows of record `i` of `n`, without padding that no row of it needs."""
+    own = _picked(batch, n, lambda size: range(i, size, n))
     mask = own.get("attention_mask")
     if not trim or not isinstance(mask, Tensor) or mask.dim() != 2 or not bool(mask.any()):
         return own
