@@ -98,8 +98,9 @@ def make_trainer_private(
         secure_mode: take noise from the operating system's cryptographic generator; a resumed run then is not bit for bit the same.
         log_unprotected: whether the trainer's own figures (loss, rewards, entropy, numbers of tokens), which are computed from private
             data without noise, appear in its log. They are outside the guarantee.
-        calibration_records: made-up records with the data set's columns, to find the loss's reduction with. By default a few of the
-            data set's own are looked at, of which nothing but refusals gets out.
+        calibration_records: made-up records with the data set's columns, to find the loss's reduction with; let labels and lengths
+            differ. By default a few hundred of the data set's own are read, and up to 16 of them looked at, of which nothing but
+            refusals gets out.
         allow_shared_devices: let ranks use one accelerator. NCCL cannot; gloo can.
         **options: of the clipping style's optimizer, and `reduction_device`.
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import statistics
+
+import numpy as np
 import pytest
 import torch
 
@@ -12,15 +16,34 @@ pytest.importorskip("peft", reason="needs PEFT (extra hf)")
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
+from transformers import (
+    BertForMultipleChoice,
+    DataCollatorForLanguageModeling,
+    DataCollatorForTokenClassification,
+    DataCollatorWithPadding,
+    Trainer,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+    default_data_collator,
+)
 from trl.experimental.tpo import TPOConfig, TPOTrainer
 
 from opacus.errors import ConfigurationError, PerSampleGradientError
 from opacus.integrations.hf.calibration import find_contract
+from opacus.integrations.hf.collation import Collation
 from opacus.integrations.hf.looked_mode import TrainingWithoutRandomness
 from opacus.integrations.transformers import make_trainer_private
 from opacus.tests import hf_tiny as tiny
-from opacus.tests.hf_trainers import arguments, make_trainer
+from opacus.tests.hf_trainers import (
+    arguments,
+    clipped_sum,
+    largest_error,
+    make_trainer,
+    norm,
+    own_gradients,
+    summed_gradient,
+)
 
 RUN = {"noise_multiplier": 1.0, "delta": 1e-5, "max_grad_norm": 1.0, "accountant": "rdp"}
 
@@ -267,3 +290,186 @@ def test_buffers_that_change_whatever_the_data_are_accepted(update, buffer):
     before = buffer.clone()
     trainer = make_trainer_private(classified(Classifier(Keeps(update, buffer))), **RUN)
     assert torch.equal(trainer.model.between.kept, before)
+
+
+# --------------------------------------------------- one label for each record
+
+
+def pictures() -> list[dict[str, object]]:
+    stream = torch.Generator().manual_seed(2)
+    return [{"pixel_values": torch.randn(3, 16, 16, generator=stream), "labels": i % 3} for i in range(12)]
+
+
+def vision() -> Trainer:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, num_labels=3, **sizes, **drops))
+    args = arguments(TrainingArguments)
+    return Trainer(model=model, args=args, train_dataset=pictures(), data_collator=default_data_collator)
+
+
+def divided_by_the_count(outputs, labels, num_items_in_batch=None) -> Tensor:
+    total = F.cross_entropy(outputs.logits, labels, reduction="sum")
+    return total / (len(labels) if num_items_in_batch is None else num_items_in_batch)
+
+
+def with_own_loss() -> Trainer:
+    trainer = make_trainer("Trainer, BERT classifier, full")
+    trainer.compute_loss_func = divided_by_the_count
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        vision,
+        with_own_loss,
+        lambda: make_trainer("Trainer, BERT classifier, full", label_smoothing_factor=0.1),
+    ],
+    ids=["ViT", "compute_loss_func", "label smoothing"],
+)
+def test_losses_divided_by_the_count_of_records_take_the_step_of_a_loop_over_records(make):
+    gradients = own_gradients(make())
+    bound = statistics.median(map(norm, gradients))
+    trainer = make_trainer_private(make(), **{**RUN, "noise_multiplier": 0.0, "max_grad_norm": bound})
+    records = [0, 1, 3, 4, 5, 8, 11]
+    found = summed_gradient(trainer, records)
+    assert largest_error(found, clipped_sum([gradients[i] for i in records], bound)) < 2e-6
+
+
+# -------------------------------------------------- collate functions that draw
+
+
+class Remembers:
+    """Collates as another function does, and keeps the batches."""
+
+    def __init__(self, collate) -> None:
+        self.collate = collate
+        self.batches: list[dict[str, Tensor]] = []
+
+    def __call__(self, records):
+        batch = self.collate(records)
+        self.batches.append({name: value.clone() for name, value in batch.items()})
+        return batch
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_masked_language_models_whose_masks_are_drawn_take_the_step_of_a_loop_over_records(seed):
+    def masked() -> Trainer:
+        draws = DataCollatorForLanguageModeling(tiny.TOKENIZER, mlm=True, mlm_probability=0.6, seed=seed)
+        data = [{"input_ids": (row["input_ids"] * 6)[:60]} for row in tiny.token_data()]
+        args = arguments(TrainingArguments)
+        return Trainer(
+            model=tiny.bert_masked(), args=args, train_dataset=data, data_collator=Remembers(draws)
+        )
+
+    trainer = make_trainer_private(masked(), **{**RUN, "noise_multiplier": 0.0, "max_grad_norm": 0.5})
+    contract = trainer.privacy.contract
+    assert (contract.kind, contract.shifts_labels) == ("mean over tokens", False)
+    seen = trainer.data_collator.batches
+    seen.clear()
+    found = summed_gradient(trainer, range(8))
+
+    stock, gradients = masked(), []
+    for batch in seen:
+        for i in range(len(batch["labels"])):
+            length = int(batch["attention_mask"][i].sum())
+            alone = {name: value[i : i + 1, :length] for name, value in batch.items()}
+            if not alone["labels"].ne(-100).any():
+                continue  # nothing of it was masked: no loss
+            stock.model.zero_grad()
+            stock.compute_loss(stock.model, alone).backward()
+            gradients.append({name: p.grad.double().clone() for name, p in stock.model.named_parameters()})
+    assert len(gradients) >= 6
+    assert largest_error(found, clipped_sum(gradients, 0.5)) < 2e-6
+
+
+def augmented(change) -> Trainer:
+    def collate(records):
+        batch = stacked(records)
+        return {**batch, "x": change(batch["x"])}
+
+    trainer = classified(Classifier(nn.Identity()))
+    trainer.data_collator = collate
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x + torch.randn_like(x),
+        lambda x: torch.stack([row * random.choice((-1, 1)) for row in x]),
+        lambda x: x * torch.from_numpy(np.random.rand(len(x), 1).astype("float32")),
+    ],
+    ids=["torch", "random", "numpy"],
+)
+def test_augmentation_of_each_record_by_itself_is_accepted_and_generators_go_on_as_they_were(change):
+    trainer = augmented(change)
+    states = torch.get_rng_state(), random.getstate()
+    make_trainer_private(trainer, **RUN, seed=1)
+    assert trainer.privacy.contract.kind == "mean over rows"
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x + torch.rand(()) * (x[torch.randperm(len(x))] - x),
+        lambda x: x + torch.randn_like(x) * x.std(),
+        lambda x: x * torch.rand(()) + x.roll(1, 0),
+    ],
+    ids=["mixup", "scaled by the batch", "neighbour"],
+)
+def test_augmentation_that_mixes_records_is_refused(change):
+    with pytest.raises(PerSampleGradientError, match="data_collator: what it makes of one record changes"):
+        make_trainer_private(augmented(change), **RUN)
+
+
+def test_a_collate_function_whose_draws_cannot_be_repeated_is_refused_by_name():
+    hidden = torch.Generator().manual_seed(1)
+    trainer = augmented(lambda x: x + torch.randn(x.shape, generator=hidden))
+    with pytest.raises(
+        ConfigurationError, match="data_collator draws random numbers that cannot be repeated"
+    ):
+        make_trainer_private(trainer, **RUN)
+
+
+def test_a_collate_function_s_own_generator_goes_on_as_if_it_had_not_been_called():
+    collate = DataCollatorForLanguageModeling(tiny.TOKENIZER, mlm=True, seed=3)
+    records = list(tiny.token_data())[:3]
+    collation = Collation(collate, records)
+    assert collation.draws
+    collation.pair(records)
+    fresh = DataCollatorForLanguageModeling(tiny.TOKENIZER, mlm=True, seed=3)
+    for _ in range(2):
+        found, wanted = collate(records), fresh(records)
+        assert torch.equal(found["labels"], wanted["labels"])
+        collation.batch(records)
+
+
+def test_several_choices_in_a_row_are_refused_by_name():
+    data = [{"input_ids": torch.arange(12).view(2, 6) % 7 + 5 + i % 3, "labels": i % 2} for i in range(12)]
+    trainer = Trainer(
+        model=tiny.bert(BertForMultipleChoice),
+        args=arguments(TrainingArguments),
+        train_dataset=data,
+        data_collator=default_data_collator,
+    )
+    with pytest.raises(ConfigurationError, match="input_ids has 2 sequences in each row"):
+        make_trainer_private(trainer, **RUN)
+
+
+@pytest.mark.parametrize(("name", "shifts"), [("BERT masked LM", False), ("Llama", True)])
+def test_whether_the_first_label_counts_is_found_though_no_record_looked_at_has_one(name, shifts):
+    """A mean over tokens: a count that leaves labels out would weigh records by each other's."""
+    trainer = make_trainer(f"Trainer, {name}, full")
+    trainer.model_accepts_loss_kwargs = False
+    data = [
+        {"input_ids": row["input_ids"] * 2, "labels": [-100, *(row["input_ids"] * 2)[1:]]}
+        for row in tiny.token_data()
+    ]
+    trainer.data_collator = DataCollatorForTokenClassification(tiny.TOKENIZER)
+    contract = find_contract(trainer, data)
+    assert (contract.kind, contract.shifts_labels) == ("mean over tokens", shifts)

@@ -2,8 +2,8 @@
 
 What a trainer says of its loss cannot be relied on: models accept a token count and ignore it, and counts of tokens differ from
 what the loss takes. So gradients decide: of samples alone, together, and told different counts, at weights that are
-shaken first (at their initial values adapters are zero, and every token costs the same). This is a net under the list of
-losses known to mix samples, not a proof. It looks at records outside any accounted step: no number of theirs gets out.
+shaken first (at their initial values adapters are zero, and every token costs the same), in training mode without its randomness.
+This is a net under the list of losses known to mix samples, not a proof. It looks at records outside any accounted step: no number of theirs gets out.
 
 Shapes: n samples, R rows, T positions.
 """
@@ -141,6 +141,7 @@ class _Probe:
         alone = [_shortened(batch, index, 0, 1) for index, batch in enumerate(whole_length)]
         for index in range(_TOGETHER):
             together = _shortened(together, index, index, _TOGETHER)
+        _mark_first_position(alone, together)
         whole = self.mode.settled(lambda: self.gradient(together))
         self._refuse_kept_data(together)
         parts = self._alone(alone)
@@ -213,9 +214,12 @@ class _Probe:
             return LossContract("sum over rows", rows)
         if not self._is(told_two, [own], [0.5]):
             _refuse("the loss depends on num_items_in_batch, yet is not divided by it.")
+        labels = batch.get("labels")
+        if isinstance(labels, Tensor) and tuple(labels.shape) == (1,):
+            return LossContract("sum over rows", rows)  # a record alone has one item, and that is told
         if not _has_token_labels(batch):
             _refuse(
-                "the loss is divided by num_items_in_batch, but the batch has no labels [rows, T] to count."
+                "the loss is divided by num_items_in_batch, but the batch has no labels to count: one for each record, or [rows, T]."
             )
         with torch.no_grad():
             # with a label at position 0, which a shifted loss leaves out
@@ -297,6 +301,22 @@ def _tells_which_tokens_count(name: str, value: Any) -> bool:
     return name.endswith(("mask", "masks")) and not of_length and bool(((value == 0) | (value == 1)).all())
 
 
+def _mark_first_position(alone: list[dict[str, Any]], together: dict[str, Any]) -> None:
+    """Where no sample has a label at position 0, give one to a sample without padding: a mean that shifts labels leaves it out."""
+    if not _has_token_labels(together):
+        return
+    if not torch.equal(label_tokens(together, True), label_tokens(together, False)):
+        return
+    n = len(alone)
+    for place, batch in enumerate(alone):
+        if batch["labels"].shape[1] == together["labels"].shape[1]:
+            alone[place] = marked = _with_first_label(batch)
+            labels_RT = together["labels"].clone()
+            labels_RT[place::n] = marked["labels"]
+            together["labels"] = labels_RT
+            return
+
+
 def _with_first_label(batch: dict[str, Any]) -> dict[str, Any]:
     labels_RT = batch["labels"].clone()
     for row in labels_RT:
@@ -317,15 +337,31 @@ def _check_isolation(trainer: Any, probe: _Probe, contract: LossContract, shake:
     shown = probe.collation.pair(records)[1]
     for index in range(_TOGETHER):
         shown = _shortened(shown, index, index, len(records))
-    check_sample_isolation(
-        trainer.model,
-        loss,
-        shown,
-        loss_reduction="sum",
-        rows_per_sample=k,
-        shake=shake,
-        tolerance=max(probe.tolerance, 1e-4),
-    )
+    try:
+        check_sample_isolation(
+            trainer.model,
+            loss,
+            shown,
+            loss_reduction="sum",
+            rows_per_sample=k,
+            shake=shake,
+            tolerance=max(probe.tolerance, 1e-4),
+        )
+    except RuntimeError:
+        choices = {name: v.shape[1] for name, v in shown.items() if _holds_sequences(v)}
+        if not choices:
+            raise
+        _refuse(
+            *(
+                f"{name} has {count} sequences in each row (multiple choice), which the model takes as rows of their own, so that they "
+                "are not told apart by record. Make every choice a record with a label of its own (a classifier of one output)."
+                for name, count in choices.items()
+            )
+        )
+
+
+def _holds_sequences(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 3 and not value.is_floating_point()
 
 
 def _shown(trainer: Any) -> int:
@@ -365,5 +401,5 @@ def _raise_mixed(trainer: Any) -> None:
     )
 
 
-def _refuse(problem: str) -> None:
-    raise ConfigurationError(_HEADING, [problem])
+def _refuse(*problems: str) -> None:
+    raise ConfigurationError(_HEADING, list(problems))

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from opacus.errors import PerSampleGradientError
+from opacus.errors import ConfigurationError, PerSampleGradientError
 from opacus.integrations.hf.contract import IGNORED, first_rows
 from opacus.integrations.hf.looked_mode import drawn_states, same_states
 from opacus.testing.undisturbed import same_randomness
@@ -28,6 +29,7 @@ Batch = dict[str, Any]
 
 _SEEDS_OF_LABELS = 64  # tried until every record has a label
 _SEEDS_OF_MIXING = 8
+_DEPTH = 4  # of attributes of attributes
 
 
 class Collation:
@@ -66,9 +68,18 @@ class Collation:
 
         Raises:
             PerSampleGradientError: if so.
+            ConfigurationError: if it cannot be found out.
         """
         if not self.draws:
             return
+        if not _equal(self.batch(records), self.batch(records)):
+            raise ConfigurationError(
+                "the trainer's loss cannot be made private",
+                [
+                    "data_collator draws random numbers that cannot be repeated, so that it is not known whether it mixes records: let it "
+                    "draw from the default generators of torch, NumPy or random, or from a generator that is an attribute of it."
+                ],
+            )
         ordered = sorted(records, key=lambda record: -_width(self.batch([record])))
         n = len(ordered)
         for seed in range(_SEEDS_OF_MIXING):
@@ -118,14 +129,14 @@ class _own_generators:
         self.collate = collate
 
     def __enter__(self) -> Callable[[], list[Any]]:
-        self._kept = [(owner, dict(vars(owner))) for owner in _owners(self.collate)]
+        self._kept = {id(owner): dict(vars(owner)) for owner in _owners(self.collate)}
         self._states = [(vars(o)[name], _state(vars(o)[name])) for o, name in _generators(self.collate)]
         return lambda: [str(_state(vars(o)[name])) for o, name in _generators(self.collate)]
 
     def __exit__(self, *exc: object) -> None:
-        for owner, kept in self._kept:
-            for name in [name for o, name in _generators(owner) if o is owner]:
-                setattr(owner, name, kept.get(name))
+        for owner, name in _generators(self.collate):  # those made meanwhile go
+            if name in self._kept.get(id(owner), {}):
+                setattr(owner, name, self._kept[id(owner)][name])
         for own, state in self._states:
             if isinstance(own, torch.Generator):
                 own.set_state(state)
@@ -133,12 +144,21 @@ class _own_generators:
                 own.bit_generator.state = state
 
 
-def _owners(collate: Any) -> Iterator[Any]:
-    """Objects that may hold generators: the collate function, and the one that it wraps."""
-    inner = getattr(collate, "data_collator", None)
-    for owner in (collate, getattr(collate, "__self__", None), inner, getattr(inner, "__self__", None)):
-        if owner is not None and hasattr(owner, "__dict__") and not isinstance(owner, type):
-            yield owner
+def _owners(collate: Any) -> list[Any]:
+    """Objects that may hold generators: the collate function, and those that it wraps or has as attributes."""
+    found: dict[int, Any] = {}
+    level = [collate]
+    for _ in range(_DEPTH):
+        inner: list[Any] = []
+        for owner in level:
+            parts = [owner, getattr(owner, "__self__", None), getattr(owner, "func", None)]
+            for part in parts:
+                plain = part is not None and not isinstance(part, (type, ModuleType, nn.Module, Tensor))
+                if plain and id(part) not in found and hasattr(part, "__dict__"):
+                    found[id(part)] = part
+                    inner += vars(part).values()
+        level = inner
+    return list(found.values())
 
 
 def _generators(collate: Any) -> list[tuple[Any, str]]:
