@@ -72,6 +72,7 @@ def _look(
         undisturbed.shake(shake)
         probe = _Probe(trainer, records, mode, undisturbed)
         contract = probe.contract()
+        probe.tokens_count_alike(contract)
         probe.labels_count_alike(contract)
     mode.apply()
     _check_isolation(trainer, probe, contract, shake)
@@ -247,6 +248,35 @@ class _Probe:
             )
         return math.sqrt(off) <= self.tolerance * math.sqrt(size)
 
+    def tokens_count_alike(self, contract: LossContract) -> None:
+        """Raise if a sample's share changes with how many tokens of the others are counted by masks, at one layer.
+
+        Apart from the first comparison: a loss that sorts the batch does nothing where numbers of tokens differ.
+
+        Raises:
+            PerSampleGradientError: if so, as in a mean over the tokens of the batch.
+        """
+        last = self._last_reached()
+        alone, together = self.collation.pair(self.records[:_TOGETHER])
+        masks = [
+            name for name, v in together.items() if name != "labels" and _tells_which_tokens_count(name, v)
+        ]
+        if last is None or not masks or contract.counts_tokens:
+            return
+        parts = [
+            self.gradient(_shortened(batch, index, 0, 1, masks=True), of=[last])
+            for index, batch in enumerate(alone)
+        ]
+        for index in range(_TOGETHER):
+            together = _shortened(together, index, index, _TOGETHER, masks=True)
+        share = 1.0 if contract.kind == "sum over rows" else 1 / _TOGETHER
+        if not self._is(self.gradient(together, of=[last]), parts, [share] * _TOGETHER):
+            _raise_mixed(self.trainer)
+
+    def _last_reached(self) -> Tensor | None:
+        """The last trainable parameter that gets a gradient, the cheapest to compare."""
+        return next((p for p in reversed(self.parameters) if p in self._reached), None)
+
     def labels_count_alike(self, contract: LossContract) -> None:
         """Raise unless records of every label count as much as the first one: three labels at a time, at one layer.
 
@@ -260,7 +290,7 @@ class _Probe:
                 return
             chosen.setdefault(int(labels[0]), record)
         first, *others = chosen.values()
-        last = next((p for p in reversed(self.parameters) if p in self._reached), None)
+        last = self._last_reached()
         for start in range(_TOGETHER - 1, len(others) if last is not None else 0, _TOGETHER - 1):
             assert last is not None
             alone, together = self.collation.pair([first, *others[start : start + _TOGETHER - 1]])
@@ -270,17 +300,20 @@ class _Probe:
                 _raise_mixed(self.trainer)
 
 
-def _shortened(batch: dict[str, Any], index: int, place: int, n: int) -> dict[str, Any]:
-    """Leave labels and counted tokens out, more of the first samples: numbers of tokens then differ, whatever the records.
+def _shortened(
+    batch: dict[str, Any], index: int, place: int, n: int, *, masks: bool = False
+) -> dict[str, Any]:
+    """Leave labels (or counted tokens) out, more of the first samples: numbers of tokens then differ, whatever the records.
 
     Args:
         batch: of n samples.
         index: how much to leave out.
         place: of the sample in the batch.
+        masks: whether masks are changed, and not labels.
     """
     changed = dict(batch)
     for name, value in batch.items():
-        if not _tells_which_tokens_count(name, value):
+        if (name == "labels") == masks or not _tells_which_tokens_count(name, value):
             continue
         ignored = IGNORED if name == "labels" else 0
         tokens_RT = value.clone()
@@ -335,8 +368,6 @@ def _check_isolation(trainer: Any, probe: _Probe, contract: LossContract, shake:
 
     records = probe.records[: _shown(trainer)]
     shown = probe.collation.pair(records)[1]
-    for index in range(_TOGETHER):
-        shown = _shortened(shown, index, index, len(records))
     try:
         check_sample_isolation(
             trainer.model,
