@@ -99,7 +99,7 @@ class Witness:
             self._note(g)
         arguments = list(captured.arguments.values())
         if isinstance(captured.layer, _ONE_BY_ONE) and len(captured.outputs) == 1:
-            arguments = [_where_reached(one, captured.outputs[0]) for one in arguments]
+            arguments = [_as_reached(one, captured.outputs[0]) for one in arguments]
         key = self._key("backward", path)
         self.backward[key] = Seen(type(captured.layer).__name__, self._prints(tuple(arguments), 0), gradients)
 
@@ -142,13 +142,22 @@ class Witness:
         return _fingerprint(leaf.transpose(0, dim))
 
 
-def _where_reached(argument: Any, gradient: Tensor) -> Any:
-    """`argument` at the positions that a gradient reached: padding, up to the batch's longest sample, takes no part."""
+def _as_reached(argument: Any, gradient: Tensor) -> Any:
+    """`argument` with each position weighed by its gradient, relative to the row's largest.
+
+    Padding, up to the batch's longest sample, takes no part. Nor, to speak of, do positions that only rounding reached, which kernels
+    may leave at 0 or not, by the length of the batch: a query that sees one key has no gradient but what is left of two
+    equal numbers.
+    """
     lead = gradient.shape[:-1]
     if not isinstance(argument, Tensor) or len(lead) < 2 or argument.shape[: len(lead)] != lead:
         return argument
-    reached = (gradient != 0).any(-1).to(argument.device)
-    return argument.where(reached.reshape(*lead, *[1] * (argument.dim() - len(lead))), 0)
+    if not gradient.numel():
+        return argument
+    size = gradient.abs().amax(-1).to(torch.promote_types(gradient.dtype, torch.float32))
+    largest = size.flatten(1).amax(1).clamp(min=torch.finfo(size.dtype).tiny)
+    weight = (size / largest.reshape(-1, *[1] * (size.dim() - 1))).to(argument.device)
+    return argument * weight.reshape(*lead, *[1] * (argument.dim() - len(lead)))
 
 
 def _recomputing() -> bool:

@@ -23,6 +23,7 @@ from opacus.layers import DPLSTM
 from opacus.testing import check_sample_isolation, spread
 from opacus.testing.deterministic import deterministic_kernels
 from opacus.testing.undisturbed import Undisturbed
+from opacus.testing.witness import _as_reached
 
 N, T, V, D = 6, 5, 11, 8
 IGNORED = -100
@@ -694,3 +695,20 @@ def test_a_recurrent_layer_that_mixes_samples_is_found_though_lengths_differ():
 
     batch = torch.randn(5, 7, D), torch.tensor([2, 7, 3, 5, 4]), torch.arange(5) % 3
     refused(Mixes(), lambda m, b: F.cross_entropy(m(b[0], b[1]), b[2]), batch)
+
+
+def test_positions_that_only_rounding_reached_take_no_part():
+    """A query that sees one key: its gradient is what is left of two equal numbers, 0 in some kernels."""
+    torch.manual_seed(0)
+    inputs, gradient = torch.randn(2, 4, 3), torch.rand(2, 4, 5) + 0.5
+    gradient[0] *= 1e-3  # each row by itself
+    gradient[:, 0] = 0.0
+    noisy = gradient.clone()
+    noisy[:, 0] = 1e-8 * gradient[:, 1]
+    found = [_as_reached(inputs, g) for g in (gradient, noisy)]
+    assert torch.allclose(*found, rtol=0, atol=1e-7)
+    assert not found[0][:, 0].any()
+    assert (found[0][:, 1:] / inputs[:, 1:]).amax((1, 2)).tolist() == pytest.approx([1.0, 1.0])
+    assert (found[0][:, 1:] / inputs[:, 1:]).amin() > 0.05
+    assert not _as_reached(inputs, torch.zeros(2, 4, 5)).any()
+    assert _as_reached(inputs[:0], gradient[:0]).shape == (0, 4, 3)
