@@ -92,11 +92,11 @@ def test_norms_and_factors_are_all_that_crosses_devices_on_privacys_account(two_
 
 
 def _copies_of_a_step(model: nn.Module, clip: float | None) -> int:
-    """Copies between accelerators in a second step (the first compares with autograd's gradients)."""
+    """Copies between accelerators in a third step (before, gradients are compared with autograd's, and samples' isolation is probed)."""
     optimizer: Any = torch.optim.SGD(trained(model).values(), lr=0.0)
     if clip is not None:
         _, optimizer, _ = make_private(model, clip)
-    for _ in range(2):
+    for _ in range(3):
         optimizer.zero_grad()
         with count_copies() as seen:
             losses(model, batch()).sum().backward()
