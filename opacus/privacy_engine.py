@@ -27,6 +27,8 @@ from opacus.grad_sample import (
     wrap_model,
 )
 from opacus.grad_sample.book import Book
+from opacus.grad_sample.capture import Capture
+from opacus.grad_sample.instantiate import Instantiate
 from opacus.grad_sample.tensor_axis import TensorAxis
 from opacus.optimizers import DPOptimizer, get_optimizer_class
 from opacus.optimizers.inner_step import guard_inner_step
@@ -257,7 +259,10 @@ class PrivacyEngine:
         book = getattr(private_module, "policy", None)
         if isinstance(book, Book):
             private_optimizer.attach_book(book)
-        private_optimizer.batches = getattr(book, "batches", None)
+        if isinstance(
+            book, Instantiate
+        ):  # a wrapper shows its model's attributes too, whose `policy` may be anything
+            private_optimizer.batches = book.batches
         if poisson_sampling:
             private_module.forbid_grad_accumulation()
         if parallel is not None:
@@ -274,7 +279,7 @@ class PrivacyEngine:
         self.dataset = data_loader.dataset
         self.sampling = Sampling.of(private_loader)
         capture = getattr(private_module, "capture", None)
-        if capture is not None:
+        if isinstance(capture, Capture):
             guard_inner_step(private_optimizer, lambda: capture.attached and capture.enabled)
         if grad_sample_mode in TWO_PASSES:
             private_criterion = DPLossFastGradientClipping(

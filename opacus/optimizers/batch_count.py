@@ -29,20 +29,22 @@ class BatchCount:
         """A backward has begun."""
         self.backwards += 1
 
-    def release(self, optimizer: Any) -> None:
-        """`optimizer` is about to step.
+    def refuse_another(self, optimizer: Any) -> None:
+        """Before a step of `optimizer`, which changes nothing yet.
 
         Raises:
-            PerSampleGradientError: if another one did on the same backward.
+            PerSampleGradientError: if another one has stepped on the same backward.
         """
         earlier = self._by() if self._by is not None else None
+        again = earlier is not None and earlier is not optimizer and 0 < self._released == self.backwards
         raise_if_any(
             "step() cannot go on",
-            ["another optimizer has stepped on this batch. " + ONE_OPTIMIZER]
-            if earlier is not None and earlier is not optimizer and 0 < self._released == self.backwards
-            else [],
+            ["another optimizer has stepped on this batch. " + ONE_OPTIMIZER] if again else [],
             PerSampleGradientError,
         )
+
+    def release(self, optimizer: Any) -> None:
+        """`optimizer` steps on what the last backward found."""
         self._released, self._by = self.backwards, weakref.ref(optimizer)
 
 

@@ -259,6 +259,8 @@ class DPOptimizer(Optimizer):
                 p.grad = None
         if not self.params:
             return not self._check_skip_next_step()
+        if self.batches is not None:
+            self.batches.refuse_another(self)
         self.clip_and_accumulate()
         if self._check_skip_next_step():
             self._is_last_step_skipped = True

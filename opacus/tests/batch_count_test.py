@@ -51,10 +51,34 @@ def test_the_second_step_on_a_batch_is_refused_and_not_accounted(mode):
     backward(module, (one, other))
     one.step()
     before = [p.detach().clone() for p in other.params]
+    assert all(p.summed_grad is None for p in other.params)
     with pytest.raises(PerSampleGradientError, match="another optimizer has stepped on this batch"):
         other.step()
     assert all(torch.equal(p, q) for p, q in zip(other.params, before, strict=True))
+    assert all(p.summed_grad is None for p in other.params)
     assert len(engine.accountant) == 1
+
+
+def test_a_model_may_have_a_policy_and_a_capture_of_its_own():
+    """Mode "no_op", whose wrapper has neither."""
+
+    class Agent(nn.Linear):
+        policy = capture = BatchCount()  # of the user's, neither is ours
+
+    model = Agent(4, 2)
+    _, optimizer, _ = PrivacyEngine(accountant="rdp").make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(X), batch_size=8),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        grad_sample_mode="no_op",
+    )
+    for p in model.parameters():
+        p.grad_sample = torch.ones(3, *p.shape)
+    optimizer.step()
+    assert optimizer.batches is None
+    optimizer.original_optimizer.step()
 
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
@@ -81,9 +105,10 @@ def test_a_count_can_be_copied_without_its_optimizers():
     count.release(owner)
     count.release(owner)  # physical batches, closures
     again = pickle.loads(pickle.dumps(count))
-    again.release(nn.Linear(1, 1))
+    again.refuse_another(nn.Linear(1, 1))
+    count.refuse_another(owner)
     with pytest.raises(PerSampleGradientError):
-        count.release(nn.Linear(1, 1))
+        count.refuse_another(nn.Linear(1, 1))
 
 
 def test_one_engine_warns_of_a_second_data_set():
