@@ -437,6 +437,18 @@ def test_going_back_to_a_checkpoint_repeats_what_was_released_and_is_not_account
     assert trainer.state.global_step == 5
 
 
+def test_going_back_with_noise_of_the_operating_system_is_accounted_again():
+    """It is other noise on the same sums: a second release."""
+    trainer = private(GPT2, run={"seed": None, "secure_mode": True}, max_steps=4, **SAVING)
+    trainer.train()
+    spent = trainer.get_epsilon()
+    with pytest.warns(UserWarning, match="2 steps that this trainer made are no part"):
+        trainer.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
+    assert len(trainer.privacy.accountant) == 6
+    assert trainer.get_epsilon() > spent
+    assert trainer.state.global_step == 4
+
+
 def test_going_back_to_a_checkpoint_and_on_in_another_way_accounts_for_both_ways():
     trainer = private(GPT2, run={"seed": None}, max_steps=4, **SAVING)
     trainer.train()
