@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from opacus import PrivacyEngine
 from opacus.norms import row_norms
-from opacus.tests.clipped_sums import WAYS, Private
+from opacus.tests.clipped_sums import ADAPTIVE, WAYS, Private
 
 ROOM = 2.0**-22  # float64 finds the length of a float32 sum: nothing but the sum's own rounding is left
 
@@ -102,8 +102,9 @@ def test_lookups_of_one_entry_that_cancel_are_not_clipped_too_little(way, calls,
         private.optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("style", ["flat", "per_layer", "automatic", "adaptive"])
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "bk"])
-def test_a_wide_table_is_clipped_to_c(mode):
+def test_a_wide_table_is_clipped_to_c(mode, style):
     torch.manual_seed(0)
     model, data = nn.Embedding(2000, 768), TensorDataset(torch.zeros(1, 1))
     module, optimizer, *_ = PrivacyEngine(accountant="rdp").make_private(
@@ -115,9 +116,12 @@ def test_a_wide_table_is_clipped_to_c(mode):
         poisson_sampling=False,
         grad_sample_mode=mode,
         loss_reduction="sum",
+        clipping=style,
+        **(ADAPTIVE if style == "adaptive" else {}),
     )
     (module(torch.randperm(2000)[None]) * torch.randn(1, 2000, 768)).sum().backward()
     optimizer.clip_and_accumulate()
+    # automatic clipping divides by the norm and 0.01
     assert 0.9999 < model.weight.summed_grad.double().norm().item() <= 1 + ROOM
 
 
