@@ -135,13 +135,14 @@ def measure(
     torch.backends.cuda.enable_cudnn_sdp(False)
     trainer = make_trainer(name, options, places)
     sizes = [options.records] * (WARM_UP + options.steps)
-    look = 0.0
+    look = look_seconds = 0.0
     if private:
         peak(gpus)
+        began = time.perf_counter()
         make_trainer_private(
             trainer, noise_multiplier=1.0, delta=1e-6, max_grad_norm=1.0, accountant="rdp", seed=0
         )
-        look = sum(peak(gpus))
+        look, look_seconds = sum(peak(gpus)), time.perf_counter() - began
         sizes = [len(batch) for batch in trainer.get_train_dataloader().batch_sampler]
     peak(gpus)
     clock = Clock(gpus)
@@ -157,6 +158,7 @@ def measure(
         "gib": sum(used),
         "gib_of_fullest_gpu": max(used, default=0.0),
         "gib_of_first_look": look,
+        "seconds_of_first_look": look_seconds,
     }
 
 
@@ -310,7 +312,7 @@ def say(row: dict[str, Any]) -> None:
         f"{row['records_per_second']:9.2f} records/s {row['ms_per_step']:9.1f} ms/step {row['gib']:8.2f} GiB "
         f"(fullest GPU {row['gib_of_fullest_gpu']:.2f}"
         + (
-            f"; {row['gib_of_first_look']:.2f} GiB before, for the look at the loss)"
+            f"; {row['gib_of_first_look']:.2f} GiB and {row['seconds_of_first_look']:.1f} s before, for the look at the loss)"
             if row["private"]
             else ")"
         )

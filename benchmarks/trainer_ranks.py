@@ -114,7 +114,11 @@ def launch(ranks: int, given: list[str], options: argparse.Namespace) -> list[di
             row["records_per_second"] = sum(one["records"] for one in mine) / max(
                 one["seconds"] for one in mine
             )
-            for found, measured in (("gib_of_a_rank", "gib"), ("gib_of_first_look", "gib_of_first_look")):
+            for found, measured in (
+                ("gib_of_a_rank", "gib"),
+                ("gib_of_first_look", "gib_of_first_look"),
+                ("seconds_of_first_look", "seconds_of_first_look"),
+            ):
                 row[found] = max(one[measured] for one in mine)
         rows.append(row)
     return rows
@@ -162,7 +166,8 @@ def say(row: dict[str, Any]) -> None:
     kind = "private" if row["private"] else "ordinary"
     found = row.get("error") or (
         f"{row['records_per_second']:9.2f} records/s {row['records_per_second'] / row['ranks']:9.2f} of a rank "
-        f"{row['gib_of_a_rank']:8.2f} GiB of a rank (first look {row['gib_of_first_look']:.2f})"
+        f"{row['gib_of_a_rank']:8.2f} GiB of a rank "
+        f"(first look {row['gib_of_first_look']:.2f}, {row['seconds_of_first_look']:.1f} s)"
     )
     sys.stdout.write(f"{row['layout']:34s} {kind:9s} {found}\n")
     sys.stdout.flush()

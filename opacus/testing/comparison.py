@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from opacus.grad_sample.owners import Owners
+from opacus.testing.other_rounding import Room
 from opacus.testing.samples import rows_in_order
 from opacus.testing.witness import Key, Prints, Seen, Witness, common_factor, difference
 
@@ -21,6 +22,7 @@ class Comparison:
         others: the samples that were not changed.
         tolerance: relative change that is none.
         alone: whether `after` ran with the others alone, in their order.
+        room: what rounding may do to each call; more than `tolerance` passes where it may do more.
     """
 
     def __init__(
@@ -32,7 +34,9 @@ class Comparison:
         tolerance: float,
         *,
         alone: bool = False,
+        room: Room | None = None,
     ) -> None:
+        self.room = room or Room(before, [])
         self.before, self.after, self.tolerance, self.alone = before, after, tolerance, alone
         self.n_rows = owners.n_rows
         self.rows = rows_in_order(owners.index_on(torch.device("cpu")), others)
@@ -78,24 +82,30 @@ class Comparison:
     def _changed_call(self, path: str, shift: int) -> tuple[Key, Seen] | None:
         for call in range(1, self.before.calls(path) + 1):
             other = self.after.backward.get((path, call + shift))
-            if other is not None and self._differs(self.before.backward[path, call], other):
+            if other is not None and self._differs((path, call), other):
                 return (path, call), other
         return None
 
-    def _differs(self, a: Seen, b: Seen) -> bool:
-        if self._by(a.outputs, b.outputs) > self.tolerance:
+    def _differs(self, key: Key, b: Seen) -> bool:
+        a = self.before.backward[key]
+        of_inputs, of_gradient = self._allowed(self.room.backward(key))
+        if self._by(a.outputs, b.outputs) > of_gradient:
             return True
         reached = any(g is not None and bool((g[:, 1] > 0).any()) for g in self._before(a.outputs))
-        return reached and self._by(a.inputs, b.inputs) > self.tolerance
+        return reached and self._by(a.inputs, b.inputs) > of_inputs
+
+    def _allowed(self, room: tuple[float, float]) -> tuple[float, float]:
+        return max(self.tolerance, room[0]), max(self.tolerance, room[1])
 
     def _mixing(self) -> list[tuple[str, str]]:
         """Innermost modules whose outputs changed for the others while their inputs did not."""
         found: dict[str, str] = {}
         for key, a in self.before.forward.items():
             b = self.after.forward.get(key)
-            if b is not None and self._by(a.inputs, b.inputs) <= self.tolerance < self._by(
-                a.outputs, b.outputs
-            ):
+            if b is None:
+                continue
+            of_inputs, of_outputs = self._allowed(self.room.forward(key))
+            if self._by(a.inputs, b.inputs) <= of_inputs and self._by(a.outputs, b.outputs) > of_outputs:
                 found[key[0]] = a.kind
         return [
             (path, kind)
@@ -107,17 +117,19 @@ class Comparison:
         path, kind = key[0] or "(root)", self.before.backward[key].kind
         a, b = self.before.backward[key].outputs, changed.outputs
         inside = next(iter(self.before.backward)) != key
+        tolerance = self._allowed(self.room.backward(key))[1]
+        one_factor = common_factor(self._before(a), self._after(b), tolerance)
         origin = "an auxiliary loss, or a gradient that mixes samples" if inside else "the loss"
         start = (
             f"{origin}: the gradient that one sample sends to {path} ({kind}) changes with the {what} of another sample, though "
             "no module mixes samples in the forward. "
         )
-        if what == "presence" and common_factor(self._before(a), self._after(b), self.tolerance):
+        if what == "presence" and one_factor:
             return start + (
                 f"All gradients change by one factor: with loss_reduction={loss_reduction!r} the loss must be the "
                 f"{loss_reduction} over samples of each one's own loss."
             )
-        if common_factor(self._before(a), self._after(b), self.tolerance):
+        if one_factor:
             return start + (
                 "All gradients change by one factor, as with a mean over the tokens of the whole batch: divide each sample's loss by "
                 "its own number of tokens, or by a constant."

@@ -21,7 +21,7 @@ from opacus.grad_sample.isolation import can_probe, note_checked
 from opacus.grad_sample.owners import Owners, RowsPerSample, rows_per_sample_problems
 from opacus.testing.comparison import Comparison
 from opacus.testing.deterministic import deterministic_kernels, has_no_deterministic_kernel
-from opacus.testing.other_rounding import other_rounding
+from opacus.testing.other_rounding import PATTERNS, Room, other_rounding
 from opacus.testing.samples import Samples
 from opacus.testing.undisturbed import Undisturbed
 from opacus.testing.witness import Witness
@@ -154,13 +154,13 @@ class _Runs:
                 self.deterministic = False
         return self._run(batch, rows)
 
-    def rounding(self, before: Witness, batch: Any, owners: Owners) -> float:
-        """How far other kernels' rounding may move a gradient, where activations have few bits."""
-        if before.lowest in _SAME_SHAPE:
-            return 0.0
-        with other_rounding(self.inner):
-            moved = self(batch, owners.n_rows)
-        return Comparison(before, moved, owners, range(owners.n_samples), 0.0).largest()
+    def room(self, before: Witness, batch: Any, owners: Owners) -> Room:
+        """How far other kernels' rounding may move what each call has, where activations have few bits."""
+        moved = []
+        for pattern in PATTERNS if before.lowest not in _SAME_SHAPE else ():
+            with other_rounding(self.inner, pattern):
+                moved.append(self(batch, owners.n_rows))
+        return Room(before, moved)
 
     def _run(self, batch: Any, rows: int | None) -> Witness:
         self.undisturbed.again()
@@ -235,15 +235,13 @@ def _findings(run: _Runs, batch: Any, count: int, least: float) -> list[str]:
         _refuse("all samples of the batch are alike, so that none can take another's place.")
     if not run.undisturbed.randomness.drawn():
         kept = sorted(changed.spread_out(2))
-        rounding = run.rounding(before, batch, owners)
-        if rounding >= 1:  # it may change all of a gradient: nothing can be told of batches of another size
-            return []
-        least = max(_OTHER_SHAPE.get(before.lowest, 0.1), tolerance, rounding / 2)
+        room = run.room(before, batch, owners)
+        least = max(_OTHER_SHAPE.get(before.lowest, 0.1), tolerance)
         # in each other's places too: a loss that weighs or drops samples by their place may do the same to the ends
         for order, what in ((kept, "presence"), (kept[::-1], "place")):
             if len(kept) < owners.n_samples or what == "place":
                 few = run(changed.only(order), len(order) * run.rule.count)
-                found = Comparison(before, few, owners, order, least, alone=True)
+                found = Comparison(before, few, owners, order, least, alone=True, room=room)
                 if found.problems(what, run.loss_reduction):
                     return found.problems(what, run.loss_reduction)
     return []

@@ -538,6 +538,33 @@ def test_rounding_that_grows_over_many_layers_is_no_dependence(dtype, count):
     assert float((whole - few).norm() / whole.norm()) > 10 * torch.finfo(dtype).eps
 
 
+class TwoHeads(nn.Module):
+    """One head sees its input, the other what is left of it beside a number far larger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.blurred, self.large = nn.Linear(D, 3), nn.Linear(D, 3), nn.Identity()
+        self.by_size = RoundsBySize()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        beside = self.by_size(self.large(x.detach() + 512.0))
+        return self.head(x), self.blurred(beside - 512.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_where_rounding_decides_one_layer_the_others_are_still_compared(dtype):
+    x, y = vectors()
+    model, batch = TwoHeads().to(dtype), (x.to(dtype), y)
+    both = lambda m, b: sum(F.cross_entropy(part, b[1]) for part in m(b[0]))  # noqa: E731
+    check_sample_isolation(model, both, batch)
+    said = refused(model, both, batch, loss_reduction="sum")
+    assert "with loss_reduction='sum' the loss must be the sum" in said
+    with torch.no_grad():  # and it does decide
+        whole, few = model(torch.cat([batch[0], batch[0]]))[1][:2].float(), model(batch[0][:2])[1].float()
+    assert float((whole - few).norm() / whole.norm()) > (0.5 if dtype == torch.bfloat16 else 0.1)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_16_bits_too_a_wrong_reduction_is_found(dtype):
     x, y = vectors()
