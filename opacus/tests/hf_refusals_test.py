@@ -20,7 +20,8 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrai
 
 from opacus.errors import ConfigurationError, PerSampleGradientError
 from opacus.integrations.hf.calibration import find_contract
-from opacus.integrations.hf.refusals import ALLOWED_LOSSES, REFUSED, trainer_problems
+from opacus.integrations.hf.refusals import trainer_problems
+from opacus.integrations.hf.refused_settings import ALLOWED_LOSSES, REFUSED
 from opacus.integrations.transformers import DPTrainerMixin, make_trainer_private
 from opacus.tests import hf_tiny as tiny
 from opacus.tests.hf_trainers import adapters, arguments, make_trainer, trainable

@@ -6,25 +6,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from opacus.accountants import create_accountant
-from opacus.devices import NoiseStream, Placement
-from opacus.errors import ConfigurationError, PerSampleGradientError, raise_if_any
+from opacus.devices import NoiseStream
+from opacus.errors import ConfigurationError, PerSampleGradientError
 from opacus.grad_sample import RowsPerSample, wrap_model
 from opacus.integrations.hf import saved
 from opacus.integrations.hf.batches import PhysicalBatch, PoissonBatches
 from opacus.integrations.hf.contract import LossContract, first_rows
 from opacus.integrations.hf.fused_head import WholeHead
 from opacus.integrations.hf.plan import Plan, steps_within
+from opacus.integrations.hf.private_optimizer import private_optimizer
 from opacus.integrations.hf.queries import stream_after
 from opacus.integrations.hf.ranks import TrainerRanks, concealed
-from opacus.integrations.hf.refusals import optimizer_kind_problems
 from opacus.integrations.hf.unwrapped import Unwrapped
-from opacus.optimizers import DPOptimizer, get_optimizer_class
+from opacus.optimizers import DPOptimizer
 from opacus.utils.checkpoint_file import CheckpointError
 from opacus.validators.batch_norm import guard_frozen
 
@@ -124,45 +123,16 @@ class PrivateRun:
             return optimizer
         if isinstance(inner, DPOptimizer):
             inner = inner.original_optimizer
-        raise_if_any("the trainer's optimizer cannot be made private", optimizer_kind_problems(inner))
-        plan, ranks = self.plan, self.ranks
-        trained = [p for group in inner.param_groups for p in group["params"] if p.requires_grad]
-        home = Placement(trained, reduction_device=plan.options.get("reduction_device")).reduction_device
-        earlier = self.optimizer
-        if earlier is not None:
-            generator = earlier.generator
-        else:
-            generator = None if plan.secure_mode else torch.Generator(home).manual_seed(noise_seed(plan.seed))
-        together: dict[str, Any] = {} if ranks is None else {"process_group": ranks.group}
-        private = get_optimizer_class(plan.clipping, ranks is not None, "bk")(
-            inner,
-            noise_multiplier=plan.noise_multiplier,
-            max_grad_norm=plan.max_grad_norm,  # type: ignore[arg-type]
-            expected_batch_size=plan.expected_batch_size / (1 if ranks is None else ranks.count),  # type: ignore[arg-type]
-            loss_reduction="mean",
-            generator=generator,
-            secure_mode=plan.secure_mode,
-            **plan.options,
-            **together,
-        )
-        if (
-            earlier is not None
-        ):  # one run, one stream: noise that starts again is taken off by subtracting two updates
-            private._noise = earlier.noise_stream()
-            private._nonfinite = earlier._nonfinite
-        private.made_for_one_process = ranks is None
-        private.param_names = {id(p): name for name, p in self.model.named_parameters()}
-        private.attach_book(self.hooks.policy)
-        record = self.accountant.get_optimizer_hook_fn(sample_rate=plan.sample_rate)
+        self.optimizer = private = private_optimizer(self, inner)
+        record = self.accountant.get_optimizer_hook_fn(sample_rate=self.plan.sample_rate)
 
         def account(optimizer: DPOptimizer) -> None:
-            if self.line.replays and optimizer.noise_multiplier == plan.noise_multiplier:
+            if self.line.replays and optimizer.noise_multiplier == self.plan.noise_multiplier:
                 self.line.replays -= 1
             else:
                 record(optimizer)
 
         private.attach_step_hook(account)
-        self.optimizer = private
         saved.carry(private, self)
         return private
 
@@ -356,8 +326,3 @@ def nothing_trains() -> PerSampleGradientError:
             "off, since? Make the trainer private when its model is complete."
         ],
     )
-
-
-def noise_seed(seed: int) -> int:
-    """The noise's own seed: independent of the batches', which follow from the same number."""
-    return int(np.random.SeedSequence(seed, spawn_key=(2**32 - 1,)).generate_state(1, np.uint64)[0] >> 1)
