@@ -22,7 +22,15 @@ from torch import Tensor
 
 from opacus.errors import ConfigurationError, PerSampleGradientError
 from opacus.integrations.hf.collation import Collation, repeated
-from opacus.integrations.hf.contract import IGNORED, LossContract, first_rows, label_tokens
+from opacus.integrations.hf.contract import LossContract, first_rows, label_tokens
+from opacus.integrations.hf.counted_tokens import (
+    TOGETHER,
+    has_token_labels,
+    mark_first_position,
+    shortened,
+    tells_which_tokens_count,
+    with_first_label,
+)
 from opacus.integrations.hf.looked_at import most_different
 from opacus.integrations.hf.looked_mode import TrainingWithoutRandomness
 from opacus.integrations.hf.upcast import in_float32
@@ -34,7 +42,6 @@ __all__ = ["find_contract"]
 logger = logging.getLogger(__name__)
 
 _HEADING = "the trainer's loss cannot be made private"
-_TOGETHER = 3  # samples whose gradients are compared with that of their batch
 _MOST_SHOWN = 6
 _MOST_CLASSES = 16  # that one record of each is looked at
 _SHAKE = 0.1
@@ -105,8 +112,8 @@ class _Probe:
     ) -> None:
         self.trainer, self.mode, self.undisturbed = trainer, mode, undisturbed
         picked = most_different(records, _MOST_CLASSES)
-        self.records = [picked[i % len(picked)] for i in range(max(_TOGETHER, len(picked)))]
-        self.collation = Collation(trainer.get_train_dataloader().collate_fn, self.records[:_TOGETHER])
+        self.records = [picked[i % len(picked)] for i in range(max(TOGETHER, len(picked)))]
+        self.collation = Collation(trainer.get_train_dataloader().collate_fn, self.records[:TOGETHER])
         self.parameters = [p for p in trainer.model.parameters() if p.requires_grad]
         self.tolerance = rounding(trainer)
 
@@ -129,32 +136,32 @@ class _Probe:
         return found
 
     def contract(self) -> LossContract:
-        sizes = [first_rows(self.collation.batch(self.records[:n])) for n in (1, 2, _TOGETHER)]
+        sizes = [first_rows(self.collation.batch(self.records[:n])) for n in (1, 2, TOGETHER)]
         rows = sizes[0]
-        if rows < 1 or sizes != [rows, 2 * rows, _TOGETHER * rows]:
+        if rows < 1 or sizes != [rows, 2 * rows, TOGETHER * rows]:
             _refuse(
-                f"batches of 1, 2 and {_TOGETHER} records have {', '.join(map(str, sizes))} rows: each record must become the same "
+                f"batches of 1, 2 and {TOGETHER} records have {', '.join(map(str, sizes))} rows: each record must become the same "
                 "number of rows of its own (no packing, no padding_free)."
             )
-        chosen = self.records[:_TOGETHER]
+        chosen = self.records[:TOGETHER]
         self.collation.refuse_mixing(chosen)
         whole_length, together = self.collation.pair(chosen)
-        alone = [_shortened(batch, index, 0, 1) for index, batch in enumerate(whole_length)]
-        for index in range(_TOGETHER):
-            together = _shortened(together, index, index, _TOGETHER)
-        _mark_first_position(alone, together)
+        alone = [shortened(batch, index, 0, 1) for index, batch in enumerate(whole_length)]
+        for index in range(TOGETHER):
+            together = shortened(together, index, index, TOGETHER)
+        mark_first_position(alone, together)
         whole = self.mode.settled(lambda: self.gradient(together))
         self._refuse_kept_data(together)
         parts = self._alone(alone)
         self._reached = {p for p, g in zip(self.parameters, parts[0], strict=True) if bool(g.any())}
         if not any(bool(g.any()) for part in (whole, *parts) for g in part):
             _refuse("no trainable parameter received a gradient. Are all adapters switched off or frozen?")
-        ones = [1.0] * _TOGETHER
+        ones = [1.0] * TOGETHER
         if self._is(whole, parts, ones):
             return self._sum_contract(rows, whole_length[0], parts[0], alone[0])
-        if self._is(whole, parts, [1 / _TOGETHER] * _TOGETHER):
+        if self._is(whole, parts, [1 / TOGETHER] * TOGETHER):
             return LossContract("mean over rows", rows)
-        if _has_token_labels(together):
+        if has_token_labels(together):
             for shifts in (True, False):
                 tokens = [float(label_tokens(batch, shifts).sum()) for batch in alone]
                 if self._is(whole, parts, [count / max(1.0, sum(tokens)) for count in tokens]):
@@ -173,7 +180,7 @@ class _Probe:
                 "samples are not isolated",
                 [
                     f"{type(self.trainer).__name__}.compute_loss fails on a batch of one record ({type(error).__name__}), though not on "
-                    f"one of {_TOGETHER}: a record's own loss is not defined. Statistics of the batch do this."
+                    f"one of {TOGETHER}: a record's own loss is not defined. Statistics of the batch do this."
                 ],
             ) from error
 
@@ -186,8 +193,8 @@ class _Probe:
         if not changed:
             return
         others = []
-        for place in (0, _TOGETHER - 1):
-            self.gradient(repeated(batch, place, _TOGETHER))
+        for place in (0, TOGETHER - 1):
+            self.gradient(repeated(batch, place, TOGETHER))
             others.append(self.undisturbed.changed_buffers())
         self.undisturbed.again()
         names = dict.fromkeys(name for found in (changed, *others) for name in found)
@@ -218,13 +225,13 @@ class _Probe:
         labels = batch.get("labels")
         if isinstance(labels, Tensor) and tuple(labels.shape) == (1,):
             return LossContract("sum over rows", rows)  # a record alone has one item, and that is told
-        if not _has_token_labels(batch):
+        if not has_token_labels(batch):
             _refuse(
                 "the loss is divided by num_items_in_batch, but the batch has no labels to count: one for each record, or [rows, T]."
             )
         with torch.no_grad():
             # with a label at position 0, which a shifted loss leaves out
-            marked = _with_first_label(unchanged)
+            marked = with_first_label(unchanged)
             counted = float(self.loss(marked, 1)) / float(self.loss(marked, None))
         for shifts in (True, False):
             if math.isclose(counted, float(label_tokens(marked, shifts).sum()), rel_tol=10 * self.tolerance):
@@ -257,20 +264,20 @@ class _Probe:
             PerSampleGradientError: if so, as in a mean over the tokens of the batch.
         """
         last = self._last_reached()
-        alone, together = self.collation.pair(self.records[:_TOGETHER])
+        alone, together = self.collation.pair(self.records[:TOGETHER])
         masks = [
-            name for name, v in together.items() if name != "labels" and _tells_which_tokens_count(name, v)
+            name for name, v in together.items() if name != "labels" and tells_which_tokens_count(name, v)
         ]
         if last is None or not masks or contract.counts_tokens:
             return
         parts = [
-            self.gradient(_shortened(batch, index, 0, 1, masks=True), of=[last])
+            self.gradient(shortened(batch, index, 0, 1, masks=True), of=[last])
             for index, batch in enumerate(alone)
         ]
-        for index in range(_TOGETHER):
-            together = _shortened(together, index, index, _TOGETHER, masks=True)
-        share = 1.0 if contract.kind == "sum over rows" else 1 / _TOGETHER
-        if not self._is(self.gradient(together, of=[last]), parts, [share] * _TOGETHER):
+        for index in range(TOGETHER):
+            together = shortened(together, index, index, TOGETHER, masks=True)
+        share = 1.0 if contract.kind == "sum over rows" else 1 / TOGETHER
+        if not self._is(self.gradient(together, of=[last]), parts, [share] * TOGETHER):
             _raise_mixed(self.trainer)
 
     def _last_reached(self) -> Tensor | None:
@@ -291,72 +298,13 @@ class _Probe:
             chosen.setdefault(int(labels[0]), record)
         first, *others = chosen.values()
         last = self._last_reached()
-        for start in range(_TOGETHER - 1, len(others) if last is not None else 0, _TOGETHER - 1):
+        for start in range(TOGETHER - 1, len(others) if last is not None else 0, TOGETHER - 1):
             assert last is not None
-            alone, together = self.collation.pair([first, *others[start : start + _TOGETHER - 1]])
+            alone, together = self.collation.pair([first, *others[start : start + TOGETHER - 1]])
             parts = [self.gradient(batch, of=[last]) for batch in alone]
             share = 1.0 if contract.kind == "sum over rows" else 1 / len(parts)
             if not self._is(self.gradient(together, of=[last]), parts, [share] * len(parts)):
                 _raise_mixed(self.trainer)
-
-
-def _shortened(
-    batch: dict[str, Any], index: int, place: int, n: int, *, masks: bool = False
-) -> dict[str, Any]:
-    """Leave labels (or counted tokens) out, more of the first samples: numbers of tokens then differ, whatever the records.
-
-    Args:
-        batch: of n samples.
-        index: how much to leave out.
-        place: of the sample in the batch.
-        masks: whether masks are changed, and not labels.
-    """
-    changed = dict(batch)
-    for name, value in batch.items():
-        if (name == "labels") == masks or not _tells_which_tokens_count(name, value):
-            continue
-        ignored = IGNORED if name == "labels" else 0
-        tokens_RT = value.clone()
-        for row in tokens_RT[place::n]:
-            taken = (row != ignored).nonzero().flatten()
-            row[taken[max(2, len(taken) * (index + 1) // _TOGETHER) :]] = ignored
-        changed[name] = tokens_RT
-    return changed
-
-
-def _tells_which_tokens_count(name: str, value: Any) -> bool:
-    """Labels `[rows, T]`; masks of them, though not those of what is attended to, which say how long a sample is."""
-    if not isinstance(value, Tensor) or value.dim() != 2 or value.is_floating_point():
-        return False
-    if name == "labels":
-        return True
-    of_length = any(word in name for word in ("attention", "padding", "pixel", "input"))
-    return name.endswith(("mask", "masks")) and not of_length and bool(((value == 0) | (value == 1)).all())
-
-
-def _mark_first_position(alone: list[dict[str, Any]], together: dict[str, Any]) -> None:
-    """Where no sample has a label at position 0, give one to a sample without padding: a mean that shifts labels leaves it out."""
-    if not _has_token_labels(together):
-        return
-    if not torch.equal(label_tokens(together, True), label_tokens(together, False)):
-        return
-    n = len(alone)
-    for place, batch in enumerate(alone):
-        if batch["labels"].shape[1] == together["labels"].shape[1]:
-            alone[place] = marked = _with_first_label(batch)
-            labels_RT = together["labels"].clone()
-            labels_RT[place::n] = marked["labels"]
-            together["labels"] = labels_RT
-            return
-
-
-def _with_first_label(batch: dict[str, Any]) -> dict[str, Any]:
-    labels_RT = batch["labels"].clone()
-    for row in labels_RT:
-        taken = row[row != IGNORED]
-        if len(taken):
-            row[0] = taken[-1]
-    return {**batch, "labels": labels_RT}
 
 
 def _check_isolation(trainer: Any, probe: _Probe, contract: LossContract, shake: float) -> None:
@@ -400,7 +348,7 @@ def _shown(trainer: Any) -> int:
 
     It needs some beside the one that is changed, so where steps take few records it takes more memory than they do.
     """
-    return min(_MOST_SHOWN, max(_TOGETHER, trainer.args.per_device_train_batch_size // 2))
+    return min(_MOST_SHOWN, max(TOGETHER, trainer.args.per_device_train_batch_size // 2))
 
 
 def rounding(trainer: Any) -> float:
@@ -413,11 +361,6 @@ def rounding(trainer: Any) -> float:
         return 0.1  # 0.01 was seen over 16 blocks in bfloat16; sum and means differ by far more
     reduced = torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32
     return 1e-2 if reduced else 1e-3
-
-
-def _has_token_labels(batch: Mapping[str, Any]) -> bool:
-    labels = batch.get("labels")
-    return isinstance(labels, Tensor) and labels.dim() == 2 and not labels.is_floating_point()
 
 
 def _raise_mixed(trainer: Any) -> None:
