@@ -75,7 +75,8 @@ def _lost(where: str, outputs: Sequence[Tensor], against: str) -> str:
     return (
         f"{where}: the gradient of its output has shape {shapes}, whose first dimension is not the batch ({against}). "
         "Every trainable layer must see one row per sample: expand inputs that are broadcast later "
-        "(position ids [T] to [B, T]), and do not fold other dimensions into the batch."
+        "(position ids [T] to [B, T]), and do not fold other dimensions into the batch. In a model that is not yours, freeze that "
+        "layer (relative position biases of T5, say), or train adapters of others."
     )
 
 

@@ -30,6 +30,7 @@ from opacus.integrations.hf.plan import (
 from opacus.integrations.hf.ranks import TrainerRanks, concealed, training_settings
 from opacus.integrations.hf.refusals import (
     base_model,
+    loss_parts,
     model_problems,
     raise_unless_trainer,
     trainer_problems,
@@ -214,6 +215,7 @@ def make_trainer_private(
 
     build = functools.partial(_look_and_hook, trainer, plan, calibration_records, ranks)
     run = build() if ranks is None else ranks.start_together(build, trainer.train_dataset)
+    run.looked_at = loss_parts(trainer)
     run.args_before = {name: getattr(args, name) for name in _SET}
     for name, value in _SET.items():
         setattr(args, name, value)

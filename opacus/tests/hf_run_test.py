@@ -5,9 +5,12 @@ from __future__ import annotations
 import glob
 import itertools
 import math
+import random
 import re
 import warnings
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +24,7 @@ from transformers import GPT2LMHeadModel, TrainerCallback
 from opacus.accountants import create_accountant
 from opacus.errors import ConfigurationError, PerSampleGradientError
 from opacus.integrations.hf.batches import SplitCollate
+from opacus.integrations.hf.random_records import randomness_of_records
 from opacus.integrations.transformers import DPTrainerMixin, make_trainer_private
 from opacus.tests import hf_tiny as tiny
 from opacus.tests.hf_trainers import (
@@ -206,8 +210,17 @@ def test_a_logical_batch_that_was_cut_short_leaves_nothing_for_the_next_train(er
             lambda t: setattr(t, "train_dataset", t.train_dataset.select(range(6))),
             "6 records, it had 12",
         ),
+        (
+            lambda t: setattr(t, "data_collator", lambda records: t.data_collator(records)),
+            "data_collator was replaced",
+        ),
+        (
+            lambda t: setattr(t, "compute_loss_func", lambda outputs, labels, **_: outputs.loss),
+            "compute_loss_func was replaced",
+        ),
+        (lambda t: setattr(t, "compute_loss", t.compute_loss), "compute_loss was set on the trainer object"),
     ],
-    ids=["accumulation", "a setting that is refused", "data"],
+    ids=["accumulation", "a setting that is refused", "data", "collate function", "loss", "method"],
 )
 def test_what_was_changed_after_make_trainer_private_is_refused_by_train(change, message):
     trainer = private()
@@ -435,6 +448,116 @@ def test_going_back_to_a_checkpoint_repeats_what_was_released_and_is_not_account
     trainer.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
     assert len(trainer.privacy.accountant) == 5
     assert trainer.state.global_step == 5
+
+
+class Perturbed:
+    """Records with a token exchanged, at a place from a generator of the data set's own."""
+
+    def __init__(self, data, generator) -> None:
+        self.data, self.generator = data, generator
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, i: int):
+        record = dict(self.data[i])
+        place = int(self.generator() * len(record["input_ids"]))
+        record["input_ids"] = [5 if j == place else t for j, t in enumerate(record["input_ids"])]
+        return record
+
+
+class Hidden:
+    """Random numbers whose state nothing tells."""
+
+    __slots__ = ("of",)
+
+    def __init__(self) -> None:
+        self.of = random.Random(0)
+
+    def __call__(self) -> float:
+        return self.of.random()
+
+
+def own_of_numpy(data):
+    data.own = np.random.default_rng(0)
+    data.generator = lambda: data.own.random()
+
+
+def own_of_torch(data):
+    data.own = torch.Generator().manual_seed(0)
+    data.generator = lambda: float(torch.rand((), generator=data.own))
+
+
+def own_of_python(data):
+    data.own = random.Random(0)
+    data.generator = lambda: data.own.random()
+
+
+def hidden(data):
+    data.generator = Hidden()
+
+
+def of_default(data):
+    data.generator = random.random
+
+
+@pytest.mark.parametrize("make", [own_of_numpy, own_of_torch, own_of_python, hidden, of_default])
+@pytest.mark.parametrize("process", ["same", "another"])
+def test_a_step_that_may_have_other_random_records_draws_other_noise_and_is_accounted(make, process):
+    def made(**changes):
+        trainer = private(GPT2, run=LOUD, max_steps=2, learning_rate=1.0, **changes)
+        trainer.train_dataset = Perturbed(trainer.train_dataset, None)
+        make(trainer.train_dataset)
+        return trainer
+
+    trainer = made(**SAVING)
+    trainer.train()
+    flat = lambda t: torch.cat([w.flatten() for w in trainable(t).values()])  # noqa: E731
+    checkpoint = f"{trainer.args.output_dir}/checkpoint-1"
+    start = GPT2LMHeadModel.from_pretrained(checkpoint)
+    before = torch.cat([p.detach().double().flatten() for p in start.parameters()])
+    first = flat(trainer) - before
+    again = trainer if process == "same" else made()
+    again.train(resume_from_checkpoint=checkpoint)
+    second = flat(again) - before
+    cosine = float(torch.nn.functional.cosine_similarity(first, second, dim=0))
+    repeats = make is of_default
+    assert cosine > 0.999 if repeats else abs(cosine) < 6 / math.sqrt(first.numel()) + 0.01
+    assert len(again.privacy.accountant) == (2 if repeats or process == "another" else 3)
+
+
+@pytest.mark.parametrize("make", [own_of_numpy, own_of_torch, own_of_python])
+def test_runs_with_one_seed_are_equal_where_records_are_random_too(make):
+    def trained():
+        trainer = private(GPT2, run={**LOUD, "seed": 3}, max_steps=2)
+        trainer.train_dataset = Perturbed(trainer.train_dataset, None)
+        make(trainer.train_dataset)
+        trainer.train()
+        return trainable(trainer)
+
+    first, second = trained(), trained()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_random_records_of_worker_processes_are_not_taken_for_repeated():
+    batches = lambda records: {"x": torch.tensor(records)}  # noqa: E731
+    for workers, resumes, repeats in ((0, True, True), (1, False, True), (1, True, False)):
+        loader = SimpleNamespace(
+            dataset=RandomItems(), collate_fn=SimpleNamespace(collate=batches), num_workers=workers
+        )
+        found = [randomness_of_records(loader, resumes) for _ in range(2)]
+        assert (found == ["", ""]) is repeats
+        assert (found[0] == found[1]) is repeats
+
+
+class RandomItems:
+    """Numbers from torch's default generator."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, i: int) -> float:
+        return float(torch.rand(()))
 
 
 def test_going_back_with_noise_of_the_operating_system_is_accounted_again():

@@ -338,6 +338,85 @@ def test_losses_divided_by_the_count_of_records_take_the_step_of_a_loop_over_rec
     assert largest_error(found, clipped_sum([gradients[i] for i in records], bound)) < 2e-6
 
 
+# ------------------------------------------- what few records do not show
+
+
+def with_loss(reduce, physical: int, columns=lambda i: {}, classes: int = 2, labels=None) -> Trainer:
+    """A classifier whose loss is `reduce(losses of the samples, inputs)`."""
+
+    class Reduced(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            scores = model(x=inputs["x"], labels=inputs["labels"])["logits"]
+            return reduce(F.cross_entropy(scores, inputs["labels"], reduction="none"), inputs)
+
+    plain = classified(
+        Classifier(nn.Tanh(), classes=classes),
+        labels=[i % classes for i in range(80)] if labels is None else labels,
+        per_device_train_batch_size=physical,
+        remove_unused_columns=False,
+    )
+    data = [
+        {**record, **{name: torch.tensor(v) for name, v in columns(i).items()}}
+        for i, record in enumerate(plain.train_dataset)
+    ]
+    return Reduced(model=plain.model, args=plain.args, train_dataset=data, data_collator=stacked)
+
+
+@pytest.mark.parametrize(
+    "reduce",
+    [
+        lambda losses, _: losses.topk(min(8, len(losses))).values.mean(),
+        lambda losses, _: losses.topk(min(8, len(losses))).values.sum(),
+        lambda losses, _: losses.sum() / max(7, len(losses)),
+    ],
+    ids=["mean of the hardest", "sum of the hardest", "denominator with a floor"],
+)
+def test_a_loss_that_changes_in_batches_of_a_step_s_size_only_is_found(reduce):
+    with pytest.raises(PerSampleGradientError, match="the loss of a batch of 16 records is neither"):
+        make_trainer_private(with_loss(reduce, physical=16), **RUN)
+
+
+@pytest.mark.parametrize("physical", [3, 16])
+def test_a_mean_over_records_of_a_step_s_size_is_accepted(physical):
+    trainer = make_trainer_private(with_loss(lambda losses, _: losses.mean(), physical=physical), **RUN)
+    assert trainer.privacy.contract.kind == "mean over rows"
+
+
+@pytest.mark.parametrize("physical", [3, 17])
+@pytest.mark.parametrize("values", [(1, 10), (1.0, 10.0)], ids=["whole numbers", "fractions"])
+def test_weights_that_a_column_gives_to_few_records_are_found(values, physical):
+    weighted = lambda losses, inputs: (losses * inputs["weight"]).sum() / inputs["weight"].sum()  # noqa: E731
+    columns = lambda i: {"weight": values[i % 20 == 13]}  # noqa: E731
+    with pytest.raises(PerSampleGradientError, match="samples are not isolated"):
+        make_trainer_private(with_loss(weighted, physical, columns), **RUN)
+
+
+@pytest.mark.parametrize("physical", [3, 17])
+def test_a_weight_of_the_commonest_of_many_classes_is_found(physical):
+    weights = torch.ones(40)
+    weights[0] = 0.05
+
+    def weighted(losses, inputs):
+        of_each = weights[inputs["labels"]]
+        return (losses * of_each).sum() / of_each.sum()
+
+    labels = [0 if i % 2 else (i // 2) % 40 for i in range(240)]
+    with pytest.raises(PerSampleGradientError, match="samples are not isolated"):
+        make_trainer_private(with_loss(weighted, physical, classes=40, labels=labels), **RUN)
+
+
+def test_a_step_of_the_user_s_own_is_refused_for_it_is_not_looked_at():
+    class Mixes(Trainer):
+        def training_step(self, model, inputs, *args):
+            inputs["x"] = 0.5 * (inputs["x"] + inputs["x"].flip(0))
+            return super().training_step(model, inputs, *args)
+
+    plain = classified(Classifier(nn.Tanh()))
+    own = Mixes(model=plain.model, args=plain.args, train_dataset=plain.train_dataset, data_collator=stacked)
+    with pytest.raises(ConfigurationError, match="Mixes overrides training_step"):
+        make_trainer_private(own, **RUN)
+
+
 # -------------------------------------------------- collate functions that draw
 
 
@@ -372,7 +451,7 @@ def test_masked_language_models_whose_masks_are_drawn_take_the_step_of_a_loop_ov
     found = summed_gradient(trainer, range(8))
 
     stock, gradients = masked(), []
-    for batch in seen:
+    for batch in seen[2:]:  # before the first step records are collated twice, to see whether that is random
         for i in range(len(batch["labels"])):
             length = int(batch["attention_mask"][i].sum())
             alone = {name: value[i : i + 1, :length] for name, value in batch.items()}

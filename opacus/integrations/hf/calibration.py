@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 _HEADING = "the trainer's loss cannot be made private"
 _MOST_SHOWN = 6
 _MOST_CLASSES = 16  # that one record of each is looked at
+_MOST_TOGETHER = 64  # whose loss is compared with that of them together
 _SHAKE = 0.1
 
 
@@ -81,6 +82,7 @@ def _look(
         contract = probe.contract()
         probe.tokens_count_alike(contract)
         probe.labels_count_alike(contract)
+        probe.whole_batch_counts_alike(contract)
     mode.apply()
     _check_isolation(trainer, probe, contract, shake)
     return contract
@@ -112,6 +114,8 @@ class _Probe:
     ) -> None:
         self.trainer, self.mode, self.undisturbed = trainer, mode, undisturbed
         picked = most_different(records, _MOST_CLASSES)
+        size = min(_MOST_TOGETHER, trainer.args.per_device_train_batch_size, len(records))
+        self.physical = most_different(records, size) if size > _MOST_SHOWN else []
         self.records = [picked[i % len(picked)] for i in range(max(TOGETHER, len(picked)))]
         self.collation = Collation(trainer.get_train_dataloader().collate_fn, self.records[:TOGETHER])
         self.parameters = [p for p in trainer.model.parameters() if p.requires_grad]
@@ -280,6 +284,40 @@ class _Probe:
         if not self._is(self.gradient(together, of=[last]), parts, [share] * TOGETHER):
             _raise_mixed(self.trainer)
 
+    def whole_batch_counts_alike(self, contract: LossContract) -> None:
+        """Raise unless the loss of as many records as a step takes at once is that of them one by one; without gradients.
+
+        Raises:
+            PerSampleGradientError: if not, as where the largest losses count, or what is far from the batch's mean does not.
+        """
+        records = self.physical
+        while records:
+            sums = self._sums(records, contract)
+            if sums is not None:
+                break
+            records = records[: len(records) // 2] if len(records) > 2 * _MOST_SHOWN else []
+        else:
+            return
+        whole, parts = sums
+        size = sum(abs(part) for part in parts)
+        if math.isfinite(size) and not abs(whole - sum(parts)) <= self.tolerance * size:
+            _raise_mixed(self.trainer, f"of {len(parts)} records")
+
+    def _sums(self, records: Sequence[Any], contract: LossContract) -> tuple[float, list[float]] | None:
+        """The summed loss of records together, and that of each alone; None where that cannot be computed, as without enough memory."""
+        alone, together = self.collation.pair(records)
+        try:
+            with torch.no_grad():
+                parts = [self._summed(batch, 1, contract) for batch in alone]
+                return self._summed(together, len(alone), contract), parts
+        except RuntimeError as error:  # of memory, or of a loss that takes gradients itself
+            logger.info("%d records cannot be looked at together (%s)", len(records), type(error).__name__)
+        return None
+
+    def _summed(self, batch: Mapping[str, Any], n: int, contract: LossContract) -> float:
+        self.undisturbed.again()
+        return float(self.loss(batch, 1) * contract.to_sum(n, batch))
+
     def _last_reached(self) -> Tensor | None:
         """The last trainable parameter that gets a gradient, the cheapest to compare."""
         return next((p for p in reversed(self.parameters) if p in self._reached), None)
@@ -363,12 +401,13 @@ def rounding(trainer: Any) -> float:
     return 1e-2 if reduced else 1e-3
 
 
-def _raise_mixed(trainer: Any) -> None:
+def _raise_mixed(trainer: Any, size: str = "") -> None:
     raise PerSampleGradientError(
         "samples are not isolated",
         [
-            f"{type(trainer).__name__}.compute_loss: the gradient of a batch is neither the sum nor the mean (over rows or "
-            "label tokens) of its samples' own gradients, so that a sample's gradient depends on the others. Class weights in a mean, a "
+            f"{type(trainer).__name__}.compute_loss: the {'loss' if size else 'gradient'} of a batch{' ' * bool(size)}{size} is neither "
+            f"the sum nor the mean (over rows or label tokens) of its samples' own {'losses' if size else 'gradients'}, so that a "
+            "sample's gradient depends on the others. Class weights in a mean, a "
             "statistic or baseline over the batch, padding that counts, in-batch negatives, sorting or an auxiliary loss do this: "
             "compute each sample's loss from its own rows."
         ],

@@ -9,27 +9,24 @@ Shapes: n records, k rows of each, R = n k rows (all first rows, then all second
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from opacus.errors import ConfigurationError, PerSampleGradientError
 from opacus.integrations.hf.contract import IGNORED, first_rows
 from opacus.integrations.hf.looked_mode import drawn_states, same_states
+from opacus.integrations.hf.own_generators import own_generators, seed_default_generators, seed_own_generators
 from opacus.testing.undisturbed import same_randomness
 
-__all__ = ["Collation", "repeated"]
+__all__ = ["Collation", "collated", "equal_batches", "repeated"]
 
 Batch = dict[str, Any]
 
 _SEEDS_OF_LABELS = 64  # tried until every record has a label
 _SEEDS_OF_MIXING = 8
-_DEPTH = 4  # of attributes of attributes
 
 
 class Collation:
@@ -49,9 +46,9 @@ class Collation:
 
     def batch(self, records: Sequence[Any], seed: int = 0) -> Batch:
         """Collated on the CPU; the same for the same records and seed."""
-        with same_randomness(set()), _own_generators(self.collate):
+        with same_randomness(set()), own_generators(self.collate):
             self._seed(seed)
-            return self._collated(records)
+            return collated(self.collate, records)
 
     def pair(self, records: Sequence[Any]) -> tuple[list[Batch], Batch]:
         """Each record in a batch of its own, and all of them together."""
@@ -72,7 +69,7 @@ class Collation:
         """
         if not self.draws:
             return
-        if not _equal(self.batch(records), self.batch(records)):
+        if not equal_batches(self.batch(records), self.batch(records)):
             raise ConfigurationError(
                 "the trainer's loss cannot be made private",
                 [
@@ -86,7 +83,7 @@ class Collation:
             # the longest record stays, so that shapes do, and with them what is drawn
             one, other = self.batch(ordered, seed), self.batch([*ordered[:-1], ordered[0]], seed)
             for i in range(n - 1):
-                if not _equal(_row_of(one, i, n, trim=False), _row_of(other, i, n, trim=False)):
+                if not equal_batches(_row_of(one, i, n, trim=False), _row_of(other, i, n, trim=False)):
                     raise PerSampleGradientError(
                         "samples are not isolated",
                         [
@@ -96,84 +93,22 @@ class Collation:
                     )
 
     def _draws(self, records: list[Any]) -> bool:
-        with same_randomness(set()), _own_generators(self.collate) as generators:
-            self._collated(records)  # collators make their generators when they are first called
+        with same_randomness(set()), own_generators(self.collate) as generators:
+            collated(self.collate, records)  # collators make their generators when they are first called
             before = drawn_states(set()), generators()
-            once = self._collated(records)
+            once = collated(self.collate, records)
             drawn = not same_states(before[0], drawn_states(set())) or generators() != before[1]
-            return drawn or not _equal(once, self._collated(records))
-
-    def _collated(self, records: Sequence[Any]) -> Batch:
-        batch = dict(self.collate([copy.deepcopy(record) for record in records]))
-        return {name: _as_tensor(value, len(records)) for name, value in batch.items()}
+            return drawn or not equal_batches(once, collated(self.collate, records))
 
     def _seed(self, seed: int) -> None:
-        torch.default_generator.manual_seed(seed)
-        np.random.seed(seed)
-        random.seed(seed)
-        for owner, name in _generators(self.collate):
-            own = vars(owner)[name]
-            if isinstance(own, torch.Generator):
-                own.manual_seed(seed)
-            else:
-                own.bit_generator.state = type(own.bit_generator)(seed).state
+        seed_default_generators(seed)
+        seed_own_generators(self.collate, seed)
 
 
-class _own_generators:
-    """Generators that the collate function holds are left as they were.
-
-    Entering returns what tells their states.
-    """
-
-    def __init__(self, collate: Any) -> None:
-        self.collate = collate
-
-    def __enter__(self) -> Callable[[], list[Any]]:
-        self._kept = {id(owner): dict(vars(owner)) for owner in _owners(self.collate)}
-        self._states = [(vars(o)[name], _state(vars(o)[name])) for o, name in _generators(self.collate)]
-        return lambda: [str(_state(vars(o)[name])) for o, name in _generators(self.collate)]
-
-    def __exit__(self, *exc: object) -> None:
-        for owner, name in _generators(self.collate):  # those made meanwhile go
-            if name in self._kept.get(id(owner), {}):
-                setattr(owner, name, self._kept[id(owner)][name])
-        for own, state in self._states:
-            if isinstance(own, torch.Generator):
-                own.set_state(state)
-            else:
-                own.bit_generator.state = state
-
-
-def _owners(collate: Any) -> list[Any]:
-    """Objects that may hold generators: the collate function, and those that it wraps or has as attributes."""
-    found: dict[int, Any] = {}
-    level = [collate]
-    for _ in range(_DEPTH):
-        inner: list[Any] = []
-        for owner in level:
-            parts = [owner, getattr(owner, "__self__", None), getattr(owner, "func", None)]
-            for part in parts:
-                plain = part is not None and not isinstance(part, (type, ModuleType, nn.Module, Tensor))
-                if plain and id(part) not in found and hasattr(part, "__dict__"):
-                    found[id(part)] = part
-                    inner += vars(part).values()
-        level = inner
-    return list(found.values())
-
-
-def _generators(collate: Any) -> list[tuple[Any, str]]:
-    return [
-        (owner, name)
-        for owner in _owners(collate)
-        for name, value in vars(owner).items()
-        if isinstance(value, (torch.Generator, np.random.Generator))
-    ]
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    return copy.deepcopy(generator.bit_generator.state)
+def collated(collate: Callable[[list[Any]], Any], records: Sequence[Any]) -> Batch:
+    """What `collate` makes of copies of the records."""
+    batch = dict(collate([copy.deepcopy(record) for record in records]))
+    return {name: _as_tensor(value, len(records)) for name, value in batch.items()}
 
 
 def repeated(batch: Mapping[str, Any], i: int, n: int) -> Batch:
@@ -226,7 +161,7 @@ def _width(batch: Mapping[str, Any]) -> int:
     )
 
 
-def _equal(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+def equal_batches(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     """Of tensors; what is none is not compared."""
     return all(
         not isinstance(value, Tensor)

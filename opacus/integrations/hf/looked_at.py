@@ -16,6 +16,7 @@ _READ = 256  # records
 _READ_FOR_LENGTHS = 2048  # where all of those have one length
 _LABELS = ("labels", "label", "label_ids")
 _CLASSES = 64  # labels of more values are tokens of a vocabulary
+_KINDS = 16  # values of another number that tells records apart by kind
 _QUANTILES = (0.25, 0.75, 0.5, 0.1, 0.9, 0.4)
 _COMPARED = 3  # of what is returned, the first ones: their gradients are compared with their batch's
 _FEW = 4  # tokens; records of fewer may have no loss of their own
@@ -56,6 +57,8 @@ def most_different(records: Sequence[Any], count: int) -> list[Any]:
     frequency = Counter(label for each in described for label in each.labels)
     if len(frequency) > _CLASSES and any(len(each.labels) > 1 for each in described):
         frequency.clear()
+    commonest = max(frequency, key=lambda label: frequency[label], default=None)
+    described = _with_kinds(records, described, frequency)
     telling = [i for i, each in enumerate(described) if not each.degenerate]
     left = telling if len(telling) >= min(count, _COMPARED) else list(range(len(records)))
     lengths = sorted(described[i].length for i in left)
@@ -83,7 +86,28 @@ def most_different(records: Sequence[Any], count: int) -> list[Any]:
         left.remove(best)
         taken.append(best)
         covered |= described[best].labels
+    if commonest is not None and commonest not in covered and len(taken) > _COMPARED:
+        # of many labels the rare ones come first, and a weight may be that of the commonest
+        taken[-1] = next(i for i, each in enumerate(described) if commonest in each.labels)
     return [records[i] for i in taken]
+
+
+def _with_kinds(
+    records: Sequence[Any], described: Sequence[_Described], frequency: Counter[Any]
+) -> list[_Described]:
+    """Numbers of a few values beside the labels (a domain, a weight, a group) count as labels do; adds them to `frequency`."""
+    columns = [record if isinstance(record, Mapping) else {} for record in records]
+    names = {name for column in columns for name, value in column.items() if _scalar(value, float)} - {
+        *_LABELS
+    }
+    kinds: list[frozenset[Any]] = [each.labels for each in described]
+    for name in sorted(names, key=str):
+        values = [(name, float(column[name])) if name in column else None for column in columns]
+        counts = Counter(value for value in values if value is not None)
+        if 1 < len(counts) <= _KINDS:
+            frequency.update(counts)
+            kinds = [kind | {value} for kind, value in zip(kinds, values, strict=True) if value is not None]
+    return [each._replace(labels=kind) for each, kind in zip(described, kinds, strict=True)]
 
 
 class _Described(NamedTuple):
@@ -118,8 +142,8 @@ def _described(record: Any) -> _Described:
     return _Described(labels, length, few)
 
 
-def _scalar(column: Any) -> bool:
-    return isinstance(column, (bool, int, np.integer)) or (
+def _scalar(column: Any, *more: type) -> bool:
+    return isinstance(column, (bool, int, np.integer, *more)) or (
         isinstance(column, (Tensor, np.ndarray)) and not column.ndim
     )
 

@@ -13,6 +13,7 @@ from opacus.errors import ConfigurationError, raise_if_any
 from opacus.integrations.hf.batches import PhysicalBatch, PoissonLoader
 from opacus.integrations.hf.nan_losses import FixedDenominator, means_without_nan
 from opacus.integrations.hf.queries import queries_of
+from opacus.integrations.hf.random_records import randomness_of_records
 from opacus.integrations.hf.ranks import training_settings
 from opacus.integrations.hf.refusals import changed_problems, trainer_problems
 from opacus.integrations.hf.run import PrivateRun, nothing_trains
@@ -104,7 +105,7 @@ class DPTrainerMixin:
                 something that it refuses.
         """
         run = self._run()
-        problems = trainer_problems(self) + changed_problems(self, run.plan.records)
+        problems = trainer_problems(self) + changed_problems(self, run.plan.records, run.looked_at)
         if run.ranks is not None:
             settings = {
                 **training_settings(self.args),
@@ -113,7 +114,10 @@ class DPTrainerMixin:
             problems = run.ranks.agree(self.model, settings, problems, "train")
         raise_if_any("training cannot start", problems)
         replicas = 1 if run.ranks is None else run.ranks.count
-        run.start(bool(resume_from_checkpoint), queries_of(self, run.plan, replicas))
+        randomness = randomness_of_records(self.get_train_dataloader(), bool(resume_from_checkpoint))
+        if run.ranks is not None:
+            randomness = run.ranks.joined(randomness)
+        run.start(bool(resume_from_checkpoint), queries_of(self, run.plan, replicas, randomness))
         return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def get_train_dataloader(self) -> Any:

@@ -39,7 +39,7 @@ _NO_MATTER = (
 )
 
 
-def queries_of(trainer: Any, plan: Plan, ranks: int) -> dict[str, str]:
+def queries_of(trainer: Any, plan: Plan, ranks: int, randomness: str) -> dict[str, str]:
     """What the sums of a run follow from, by name, in text that is the same whenever they are.
 
     Args:
@@ -47,6 +47,7 @@ def queries_of(trainer: Any, plan: Plan, ranks: int) -> dict[str, str]:
             records, evenly taken. Not seen: other code of loss, collator or model, and frozen weights.
         plan: the run's.
         ranks: how many train together.
+        randomness: from `randomness_of_records`.
     """
     args = trainer.args
     unscheduled = (
@@ -66,6 +67,7 @@ def queries_of(trainer: Any, plan: Plan, ranks: int) -> dict[str, str]:
         "max_grad_norm": repr(_plain(plan.max_grad_norm)),
         "clipping": f"{plan.clipping} {_plain(options)}",
         "the number of ranks": str(ranks),
+        "the random numbers that records are made with": randomness,
         "train_dataset": _digest_of_all(trainer.train_dataset) or _digest_of_some(trainer.train_dataset),
     }
 

@@ -172,6 +172,14 @@ class TrainerRanks:
         broadcast([secret], self.group)
         return bytes(secret.tolist())
 
+    def joined(self, own: str) -> str:
+        """The different texts of all ranks, the same on every rank.
+
+        Raises:
+            RankLostError: naming ranks that did not come.
+        """
+        return " ".join(sorted(set(exchange(own, self.group, "train"))))
+
     def compare(self, settings: Mapping[str, Any], heading: str, purpose: str) -> None:
         """Raise on every rank if `settings` differ.
 

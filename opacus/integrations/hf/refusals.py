@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,11 +22,29 @@ from opacus.validators import ModuleValidator
 __all__ = [
     "base_model",
     "changed_problems",
+    "loss_parts",
     "model_problems",
     "optimizer_kind_problems",
     "raise_unless_trainer",
     "trainer_problems",
 ]
+
+
+# what a loss is made by, besides the class
+_LOSS_PARTS = ("data_collator", "compute_loss_func", "label_smoother")
+# modules whose classes' steps are known
+_OURS = ("transformers.", "trl.", "opacus.integrations.")
+# methods of DPTrainerMixin
+_OF_THE_MIXIN = (
+    "train",
+    "get_train_dataloader",
+    "get_total_train_batch_size",
+    "create_optimizer",
+    "training_step",
+    "compute_loss",
+    "floating_point_ops",
+    "log",
+)
 
 
 def trainer_problems(trainer: Any) -> list[str]:
@@ -46,18 +64,30 @@ def trainer_problems(trainer: Any) -> list[str]:
                 f"{name}: {field}={', '.join(map(str, others))}: losses in which each sample's gradient is known to be its own: "
                 f"{', '.join(allowed)}."
             )
+    problems += _override_problems(trainer)
     problems += _upload_problems(trainer.args) + optimizer_kind_problems(trainer.optimizer)
     return problems + _data_problems(trainer) + _process_problems(trainer)
 
 
-def changed_problems(trainer: Any, records: int) -> list[str]:
-    """What was changed on a private trainer since it was made private, so that its batches are no longer those accounted for.
+def loss_parts(trainer: Any) -> dict[str, Any]:
+    """The objects that a trainer's loss is made by, which are looked at."""
+    return {name: getattr(trainer, name, None) for name in _LOSS_PARTS}
+
+
+def changed_problems(trainer: Any, records: int, parts: Mapping[str, Any]) -> list[str]:
+    """What was changed on a private trainer since it was made private, so that it is no longer what was looked at or accounted for.
 
     Args:
         trainer: the trainer.
         records: number of records then.
+        parts: `loss_parts` then.
     """
-    problems = []
+    problems = [
+        f"{name} was replaced after make_trainer_private, which looked at the one before: whether samples see each other in the new one "
+        "is not known. Set it before."
+        for name, part in loss_parts(trainer).items()
+        if part is not parts[name]
+    ]
     steps = trainer.args.gradient_accumulation_steps
     if steps != 1:
         problems.append(
@@ -69,6 +99,26 @@ def changed_problems(trainer: Any, records: int) -> list[str]:
         problems.append(
             f"train_dataset has {len(data)} records, it had {records} when the trainer was made private: rate and noise were chosen for "
             "those. Build another trainer for other data."
+        )
+    return problems
+
+
+def _override_problems(trainer: Any) -> list[str]:
+    """Methods of the user's own that go around what makes a step private, or around what is looked at."""
+    problems = [
+        f"{name} was set on the trainer object itself, where it hides the method that makes the step private: override it in a subclass."
+        for name in _OF_THE_MIXIN
+        if name in vars(trainer)
+    ]
+    own = [
+        cls.__qualname__
+        for cls in type(trainer).__mro__
+        if "training_step" in vars(cls) and not cls.__module__.startswith(_OURS)
+    ]
+    if own:
+        problems.append(
+            f"{own[0]} overrides training_step: what it does to batches and gradients is not looked at. Change the loss in compute_loss, "
+            "and records in the data set or the collate function."
         )
     return problems
 

@@ -66,6 +66,7 @@ class PrivateRun:
         steps_before: steps accounted before the `train()` going on, which tell its batches from others'; None while a checkpoint is
             to say it.
         line: what noise and accounting of the `train()` going on follow from, besides.
+        looked_at: `loss_parts` of the trainer when it was made private.
         args_before: of the trainer's arguments, those that were changed, as they were.
         unwrapped: keeps the trainer from wrapping the model, where it runs in several processes.
     """
@@ -83,6 +84,7 @@ class PrivateRun:
         self.contract = contract
         self.ranks = ranks
         self.unwrapped: Unwrapped | None = None
+        self.looked_at: dict[str, Any] = {}
         self.args_before: dict[str, Any] = {}
         self.accountant = create_accountant(plan.accountant)
         self.batches = PoissonBatches(
