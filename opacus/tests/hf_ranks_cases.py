@@ -21,7 +21,7 @@ from opacus.distributed import groups, replicas
 from opacus.integrations.hf import ranks as hf_ranks
 from opacus.integrations.transformers import make_trainer_private
 from opacus.tests import hf_tiny as tiny
-from opacus.tests.hf_trainers import LEARNING_RATE, make_trainer, summed_gradient
+from opacus.tests.hf_trainers import LEARNING_RATE, make_trainer, override, summed_gradient
 
 GPT2 = "Trainer, GPT-2 with tied head, full"
 SFT = "SFT, Llama, LoRA"
@@ -274,7 +274,7 @@ def a_loss_that_fails_on_one_rank() -> str:
     trainer = make_trainer(GPT2, **ARGUMENTS)
     if dist.get_rank():
         whole = trainer.compute_loss
-        trainer.compute_loss = lambda *args, **kwargs: whole(*args, **kwargs).square()  # no mean
+        override(trainer, "compute_loss", lambda *args, **kwargs: whole(*args, **kwargs).square())  # no mean
     message = message_of(lambda: make_trainer_private(trainer, **SETTINGS))
     assert not any(module._forward_hooks for module in trainer.model.modules())
     return message
@@ -336,7 +336,7 @@ def a_loss_that_fails_in_the_second_step() -> tuple[str, int]:
                 raise KilledError
             return step(*args)
 
-        trainer.training_step = failing
+        override(trainer, "training_step", failing)
     trainer.add_callback(LosePatience(trainer))
     return message_of(trainer.train), len(trainer.privacy.accountant)
 

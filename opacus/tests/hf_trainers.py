@@ -53,6 +53,13 @@ _ARGUMENTS: dict[str, Any] = {
 }
 
 
+def override(trainer: Any, name: str, function: Callable[..., Any]) -> None:
+    """Let `function`, called without the trainer, stand for a method of this one trainer, as a class of its library would."""
+    kind = type(trainer)
+    method = lambda self, *args, **kwargs: function(*args, **kwargs)  # noqa: E731
+    trainer.__class__ = type(kind.__name__, (kind,), {name: method, "__module__": kind.__module__})
+
+
 def arguments(kind: type, **changes: Any) -> Any:
     """Of one trainer class, in a folder of its own."""
     args = kind(**{"output_dir": tempfile.mkdtemp(), **_ARGUMENTS, **changes})

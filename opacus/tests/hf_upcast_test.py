@@ -15,7 +15,7 @@ pytest.importorskip("peft", reason="needs PEFT (extra hf)")
 from opacus.integrations.hf.calibration import find_contract
 from opacus.integrations.hf.upcast import in_float32
 from opacus.integrations.transformers import make_trainer_private
-from opacus.tests.hf_trainers import make_trainer
+from opacus.tests.hf_trainers import make_trainer, override
 
 NAME = "SFT, Llama, LoRA"
 
@@ -82,7 +82,7 @@ def weight_dtypes(trainer: Any, fails_in: torch.dtype | None) -> list[torch.dtyp
             raise torch.OutOfMemoryError("full")
         return compute(model, *args, **kwargs)
 
-    trainer.compute_loss = loss
+    override(trainer, "compute_loss", loss)
     return seen
 
 
