@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 from typing import Any
@@ -36,6 +37,12 @@ def basic_problems(
     problems = []
     if not isinstance(optimizer, Optimizer):
         problems.append(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}.")
+    elif needs_closure(optimizer):
+        problems.append(
+            f"optimizer, a {type(optimizer).__name__}, evaluates the loss within its step by a closure: one batch's samples would be released "
+            "several times from one draw of the sampler, which the accountant would count as several, and the loss itself without "
+            "noise. Choose an optimizer that takes one gradient a step (SGD, Adam)."
+        )
     if not is_number(noise_multiplier) or not 0 <= noise_multiplier < math.inf:
         problems.append(f"noise_multiplier must be a finite number of at least 0, not {noise_multiplier!r}.")
     if loss_reduction not in ("mean", "sum"):
@@ -52,3 +59,15 @@ def basic_problems(
             "secure_mode takes its noise from the operating system; it cannot follow a generator."
         )
     return problems
+
+
+def needs_closure(optimizer: Any) -> bool:
+    """Whether `step()` cannot be called without something that computes the loss."""
+    if isinstance(optimizer, torch.optim.LBFGS):  # whatever a subclass makes of the signature
+        return True
+    try:
+        parameters = inspect.signature(optimizer.step).parameters.values()
+    except (TypeError, ValueError):  # nothing is known of it
+        return False
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return any(p.default is inspect.Parameter.empty and p.kind not in variadic for p in parameters)

@@ -17,7 +17,7 @@ _GUARD = "_opacus_guard"
 
 
 def guard_inner_step(private: DPOptimizer, capturing: Callable[[], bool]) -> None:
-    """Refuse `step()` of the optimizer that `private` wraps, except within a step of `private`.
+    """Refuse `step()` of the optimizer that `private` wraps, except within a step of `private`, and a closure at any time.
 
     The mistake it is for: `model, private, loader = make_private(optimizer=optimizer, ...)`, and then `optimizer.step()`, which
     trains without clipping and noise and reports an epsilon of 0.
@@ -32,7 +32,23 @@ def guard_inner_step(private: DPOptimizer, capturing: Callable[[], bool]) -> Non
 
     def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         owner = of()
-        if owner is None or owner.hands_over() or not capturing():
+        if owner is None:
+            return
+        handed_over = owner.hands_over()
+        if not capturing():
+            return
+        if handed_over:
+            raise_if_any(
+                "step() cannot go on",
+                [
+                    f"this {type(optimizer).__name__}, under a private optimizer, was given a closure: each evaluation would replace the "
+                    "private gradients by another look at the same batch, which one draw of the sampler does not pay for. Let the "
+                    "private optimizer evaluate it: optimizer.step(closure), or pre_step(closure) and then the inner step()."
+                ]
+                if any(value is not None for value in (*args[1:], *kwargs.values()))
+                else [],
+                PerSampleGradientError,
+            )
             return
         raise_if_any(
             "step() cannot go on",

@@ -195,8 +195,9 @@ class DPOptimizer(Optimizer):
         """Clip, add noise, account, and let the inner optimizer update the parameters.
 
         Args:
-            closure: recomputes the loss. An optimizer that evaluates it several times a step (LBFGS) gets a freshly
-                noised gradient each time, and each is accounted.
+            closure: recomputes the loss; called once. The inner optimizer is not given it: evaluated again it would release the
+                batch's samples again from one draw of the sampler, and its loss is no private number. Optimizers that need it
+                (LBFGS) are refused at construction.
 
         Returns:
             The loss, where a closure was given and the step was not skipped.
@@ -206,8 +207,6 @@ class DPOptimizer(Optimizer):
                 before.
             ValueError: if there was no backward pass, or a GradScaler calls this.
         """
-        if closure is not None and _evaluates_closure(self.original_optimizer):
-            return self._step_with_closure(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -216,24 +215,6 @@ class DPOptimizer(Optimizer):
             return None
         inner = self.original_optimizer.step()
         return loss if closure is not None else inner
-
-    def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
-        def noisy_closure() -> Any:
-            with torch.enable_grad():
-                loss = closure()
-            if not self.pre_step():
-                raise ValueError(
-                    f"{type(self.original_optimizer).__name__} evaluates its closure several times a step; physical batches "
-                    "(signal_skip_step, BatchMemoryManager) cannot be combined with it"
-                )
-            self.zero_grad_samples()
-            return loss
-
-        self._hands_over = True  # the closure makes gradients private before they are used
-        try:
-            return self.original_optimizer.step(noisy_closure)
-        finally:
-            self._hands_over = False
 
     def hands_over(self) -> bool:
         """Asked when the inner optimizer steps: whether its gradients come from a step of this one. Once for each."""
@@ -749,10 +730,6 @@ def by_device(norms: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
     for norm in norms:
         grouped.setdefault(norm.device, []).append(norm.to(dtype))
     return grouped
-
-
-def _evaluates_closure(optimizer: Optimizer) -> bool:
-    return isinstance(optimizer, torch.optim.LBFGS)
 
 
 def _generate_noise(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,6 +16,7 @@ from opacus.errors import ConfigurationError
 from opacus.grad_sample.capture import refuse_if_captured
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from opacus.integrations.hf.refused_settings import ALLOWED_LOSSES, REFUSED
+from opacus.optimizers.arguments import needs_closure
 from opacus.validators import ModuleValidator
 
 __all__ = [
@@ -191,10 +191,7 @@ def optimizer_kind_problems(optimizer: Any) -> list[str]:
         inner := getattr(optimizer, "original_optimizer", getattr(optimizer, "optimizer", None))
     ) is not None:
         optimizer = inner
-    if optimizer is None:
-        return []
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is None or closure.default is not inspect.Parameter.empty:
+    if optimizer is None or not needs_closure(optimizer):
         return []
     return [
         f"the optimizer, {type(optimizer).__name__}, computes the loss anew within its step by a closure, which trainers give to none. "
