@@ -1,6 +1,6 @@
 """Placement: which device adds up norms, what crosses between devices, and one noise stream over all of them.
 
-Everything that combines tensors of two parameters goes through this file. It depends on torch alone. The only
+Everything that combines tensors of two parameters goes through this file. It depends on torch alone (and `opacus.errors`). The only
 tensors that cross devices on differential privacy's account are vectors of length B: each device's
 squared norms to the reduction device, and the clip factors back.
 
@@ -16,9 +16,17 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from opacus.errors import RepeatedNoiseError, raise_if_any
+
 __all__ = ["FactorCopies", "NoiseStream", "Placement", "computing_device", "total_norms"]
 
 _SMALL = 2**16  # elements of a tensor whose noise is drawn together with others'
+_REPEATS = (
+    "its generator stands where it stood before an earlier draw: the noise would be that of an earlier step, and could be subtracted. "
+    "Most likely a data set, a transform or a forward calls torch.manual_seed. Take that out, or give the noise a generator of its own: "
+    "noise_generator=torch.Generator(device).manual_seed(...), which nothing else may seed again, or secure_mode=True. To go back to an "
+    "earlier step on purpose, load a checkpoint (PrivacyEngine.load_checkpoint), or build a new optimizer."
+)
 
 
 def computing_device(parameter: Tensor) -> torch.device:
@@ -142,7 +150,8 @@ class NoiseStream:
 
     Formal guarantee:
         Draws never overlap: every value of a call of `normal` comes from a part of a stream that no other call used,
-        whatever the devices.
+        whatever the devices. Others may set the generator back between calls (`torch.manual_seed` in a data set): a call that would
+        begin where an earlier one began is refused.
     """
 
     def __init__(self, generator: torch.Generator | None, home: torch.device) -> None:
@@ -150,12 +159,31 @@ class NoiseStream:
         self.home = _indexed(generator.device if generator is not None else home)
         self._hands: dict[torch.device, torch.Generator] = {}
         self._children: dict[str, NoiseStream] = {}
+        self._begun: set[bytes] = set()  # digests of the states at which draws began
 
     def normal(self, shape: Sequence[int], std: float, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Independent draws from N(0, std^2), a tensor of `shape` on `device`."""
+        """Independent draws from N(0, std^2), a tensor of `shape` on `device`.
+
+        Raises:
+            RepeatedNoiseError: if an earlier call began at the same state; nothing was drawn.
+        """
+        if device.type == self.home.type and all(shape):
+            self._refuse_repeating()
+        return self._draw(shape, std, device, dtype)
+
+    def _refuse_repeating(self) -> None:
+        """Before a draw from the stream's own generator, which others may have set back. Children's generators nobody else has."""
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return  # a state may not be read while a CUDA graph is recorded
+        state = self._get_state().cpu().numpy().tobytes()
+        digest = hashlib.blake2b(state, digest_size=8).digest()
+        raise_if_any("noise cannot be drawn", [_REPEATS] if digest in self._begun else [], RepeatedNoiseError)
+        self._begun.add(digest)
+
+    def _draw(self, shape: Sequence[int], std: float, device: torch.device, dtype: torch.dtype) -> Tensor:
         device = _indexed(device)
         if device.type != self.home.type:
-            return self._child(device).normal(shape, std, device, dtype)
+            return self._child(device)._draw(shape, std, device, dtype)
         out = torch.empty(tuple(shape), dtype=dtype, device=device)
         if device == self.home:
             return out.normal_(0, std, generator=self.generator)
@@ -189,7 +217,12 @@ class NoiseStream:
         All small tensors are parts of one draw: launching takes longer than drawing. Where they lie on several devices, each of
         these draws all of it from the same state and takes its part, so that the numbers are those of one device. That takes
         devices that turn a state into the same numbers: on unlike ones each tensor is a draw of its own, or parts could repeat.
+
+        Raises:
+            RepeatedNoiseError: if an earlier call began at the same state; nothing was drawn.
         """
+        if any(device.type == self.home.type and all(shape) for shape, device, _ in wanted):
+            self._refuse_repeating()
         out: dict[int, Tensor] = {}
         small: dict[tuple[str, torch.dtype], list[int]] = {}
         alike = _draw_alike({_indexed(device) for _, device, _ in wanted})
@@ -197,7 +230,7 @@ class NoiseStream:
             if alike and math.prod(shape) <= _SMALL:
                 small.setdefault((device.type, dtype), []).append(i)
             else:
-                out[i] = self.normal(shape, std, device, dtype)
+                out[i] = self._draw(shape, std, device, dtype)
         for (_, dtype), members in small.items():
             sizes = [math.prod(wanted[i][0]) for i in members]
             drawn = self._on_each({_indexed(wanted[i][1]): None for i in members}, sum(sizes), std, dtype)
@@ -220,7 +253,7 @@ class NoiseStream:
                 stream._set_state(before)
             elif len(devices) > 1:
                 before = stream._get_state()
-            found[device] = stream.normal((n,), std, device, dtype)
+            found[device] = stream._draw((n,), std, device, dtype)
         return found
 
     def _child(self, device: torch.device) -> NoiseStream:
@@ -254,11 +287,15 @@ class NoiseStream:
         return states
 
     def load_state_dict(self, states: dict[str, Tensor]) -> None:
-        """Continue where `states` was taken; the devices' types must include the stream's own."""
+        """Continue where `states` was taken; the devices' types must include the stream's own.
+
+        Going back on purpose: what was drawn before is forgotten, and may be drawn again.
+        """
         if self.home.type not in states:
             raise ValueError(
                 f"the saved noise states are for {', '.join(states)}, this stream lives on {self.home.type}"
             )
+        self._begun.clear()
         self._set_state(states[self.home.type].cpu())
         for device_type, state in states.items():
             if device_type != self.home.type:

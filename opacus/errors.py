@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["ConfigurationError", "PerSampleGradientError", "raise_if_any"]
+__all__ = ["ConfigurationError", "PerSampleGradientError", "RepeatedNoiseError", "raise_if_any"]
 
 
 class ConfigurationError(ValueError):
@@ -31,6 +31,10 @@ class ConfigurationError(ValueError):
 
 class PerSampleGradientError(ConfigurationError):
     """A gradient cannot be told apart by sample, so it cannot be clipped."""
+
+
+class RepeatedNoiseError(ConfigurationError):
+    """The noise of a step would repeat that of an earlier one: its generator was set back."""
 
 
 def raise_if_any(
