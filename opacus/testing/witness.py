@@ -8,6 +8,7 @@ Shapes: R rows.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -165,12 +166,19 @@ def _recomputing() -> bool:
 
 
 def _fingerprint(rows: Tensor, scale: float = 1.0) -> Tensor:
-    """`[R, 2]`: inner product with a fixed vector, and norm; what is no number (masks of -inf) counts as 0."""
+    """`[R, 2]`: inner product with a fixed vector, and norm; what is no number (masks of -inf) counts as 0.
+
+    Computed of values near 1 and scaled back in float64: float32 has no squares of 1e-25, which a gradient may be behind many layers.
+    The scale is a power of two, so that it rounds nothing.
+    """
     flat = rows.reshape(rows.shape[0], rows.shape[1:].numel())
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32)).nan_to_num(0.0, 0.0, 0.0)
     fixed = torch.arange(flat.shape[1], device=flat.device, dtype=flat.dtype).mul_(0.7).add_(0.3).cos_()
+    exponent = math.frexp(float(flat.abs().max()))[1] if flat.numel() else 0
+    exponent = min(max(exponent, -120), 120)
+    flat = flat * 2.0**-exponent
     both = torch.stack([torch.mv(flat, fixed), torch.linalg.vector_norm(flat, dim=1)], 1)
-    return (both * scale).double().cpu()
+    return both.cpu().double() * (scale * 2.0**exponent)
 
 
 def difference(before: Prints, after: Prints) -> float:

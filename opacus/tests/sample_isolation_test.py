@@ -538,6 +538,25 @@ def test_rounding_that_grows_over_many_layers_is_no_dependence(dtype, count):
     assert float((whole - few).norm() / whole.norm()) > 10 * torch.finfo(dtype).eps
 
 
+def vanishing() -> nn.Sequential:
+    """Each layer's gradient is a fraction of the next one's: the first layers' squares are below float32."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(56) for layer in (nn.Linear(D, D), nn.ReLU())]
+    for layer in layers[::2]:
+        nn.init.normal_(layer.weight, std=0.35 / D**0.5)
+    return nn.Sequential(*layers, nn.Linear(D, 3))
+
+
+def test_gradients_whose_squares_float32_does_not_have_are_compared():
+    x, y = vectors()
+    model = vanishing()
+    whole = torch.autograd.grad(classify(model, (x, y)), model[0].bias)[0]
+    assert 0 < float(whole.abs().max()) < 1e-23
+    check_sample_isolation(model, classify, (x, y))
+    mixes = lambda m, b: classify(m, b) + 1e-20 * m[0](b[0]).mean(0).square().sum()  # noqa: E731
+    assert " 0 (Linear)" in refused(model, mixes, (x, y))
+
+
 class TwoHeads(nn.Module):
     """One head sees its input, the other what is left of it beside a number far larger."""
 
