@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from typing import Any, BinaryIO
@@ -51,6 +52,9 @@ class PrivacyEngine:
         accountant: name of the accountant that turns steps into epsilon, e.g. "prv", "rdp", "gdp".
         secure_mode: take noise from the operating system's cryptographic generator.
 
+    A deep copy shares its accountant with the original, since a copied optimizer goes on recording there: either tells the epsilon of
+    all steps.
+
     Example:
         >>> data = torch.utils.data.TensorDataset(torch.randn(64, 3), torch.randint(0, 2, (64,)))
         >>> model = nn.Linear(3, 2)
@@ -76,6 +80,13 @@ class PrivacyEngine:
         self.secure_rng = None
         self.dataset: Any = None
         self.sampling: Sampling | None = None  # of the loader made last; for checkpoints
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PrivacyEngine:
+        memo[id(self.accountant)] = self.accountant
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
 
     def make_private(
         self,

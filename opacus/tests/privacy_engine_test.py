@@ -349,3 +349,21 @@ def test_a_model_that_is_hooked_already_is_refused_before_anything_changes():
     assert [set(vars(p)) for p in net.parameters()] == before
     hooks.cleanup()
     private(net)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_deep_copy_of_an_engine_tells_the_epsilon_of_original_and_copy(together):
+    engine, module, optimizer, loader = private(poisson_sampling=False)
+    if together:
+        copied_engine, copied_module, copied_optimizer = copy.deepcopy((engine, module, optimizer))
+    else:
+        copied_engine, (copied_module, copied_optimizer) = (
+            copy.deepcopy(engine),
+            copy.deepcopy((module, optimizer)),
+        )
+    x, y = next(iter(loader))
+    for steps, (net, stepped) in enumerate(((copied_module, copied_optimizer), (module, optimizer)), start=1):
+        nn.functional.cross_entropy(net(x), y).backward()
+        stepped.step()
+        assert len(engine.accountant) == len(copied_engine.accountant) == steps
+        assert copied_engine.get_epsilon(1e-5) == engine.get_epsilon(1e-5) > 0
