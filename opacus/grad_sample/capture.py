@@ -29,7 +29,7 @@ from opacus.errors import PerSampleGradientError
 from opacus.grad_sample.autocast import as_multiplied
 from opacus.grad_sample.buffers import BufferWatch
 from opacus.grad_sample.captured import Captured
-from opacus.grad_sample.isolation import SHARDED, Probe, Schedule, can_probe, graph_is_recorded
+from opacus.grad_sample.isolation import PARTS, SHARDED, Probe, Schedule, can_probe, graph_is_recorded
 from opacus.grad_sample.one_backward import OneBackward, used_twice
 from opacus.grad_sample.owners import MISSING_INDEX, OwnerRule, Owners
 from opacus.grad_sample.ownership import Slot, layers_with_parameters
@@ -135,6 +135,8 @@ class Capture:
         self._schedule = Schedule()
         self._buffers = BufferWatch()
         self._probe: Probe | None = None
+        self._called = False  # the model, since a backward ended
+        self._part_called = ""  # a layer outside a call of the model, since then
         self._handles: list[Any] = []
         self._slots: list[Slot] = []  # of the layers
         self._asleep: list[tuple[str, nn.Module, list[Slot]]] = []  # frozen layers, not hooked
@@ -162,6 +164,7 @@ class Capture:
             if module is copied_from():
                 self._wake()
                 self.rows.enter(args, kwargs)
+                self._called = self._called or torch.is_grad_enabled()
                 if self.rows.outermost and self.enabled:
                     self._buffers.before(module)
 
@@ -400,6 +403,8 @@ class Capture:
         allowed = bags_of(layer, args, kwargs, self.rows.allowed)
         owners = self._owners_now()
         call = Call(self, path, layer, slots, names, leaves, structure, differentiable, allowed, owners)
+        if not self.rows.in_model and torch._C._current_graph_task_id() == -1:  # and it is no recomputation
+            self._part_called = call.where
         if one:
             return Tap.apply(self._anchor, call, output, *saved)
         tapped = Tap.apply(self._anchor, call, *[outputs[i] for i in differentiable], *saved)
@@ -460,8 +465,16 @@ class Capture:
         with self._lock:
             if self._open is backward:
                 self._open = None
+                self._tell_of_parts(backward)
                 with torch.no_grad():
                     self.policy.end()
+
+    def _tell_of_parts(self, backward: OneBackward) -> None:
+        """A batch that went through parts of the model alone was not searched for layers that mix its samples."""
+        part, called = self._part_called, self._called
+        self._part_called, self._called = "", False
+        if part and not called and self._to_probe and backward.owners and backward.owners.n_samples > 1:
+            self._schedule.cannot(self.root, PARTS.format(where=part))
 
     def deliver(self, call: Call, saved: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         if self._probe is not None:

@@ -6,6 +6,9 @@ output alone is sent backwards. Where a layer's rows are its samples, only that 
 
 One look is not enough: a branch that starts at zero mixes nothing yet, samples that the model sorts may lie in order, and
 `train()` may mix where `eval()` does not. `Schedule` says when to look, and where in the batch.
+
+The probe follows gradients only: dependence through detached values (statistics of the batch taken under `no_grad`) is found by
+`opacus.testing.check_sample_isolation` alone.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from opacus.distributed.sharding import is_sharded_model
 from opacus.errors import PerSampleGradientError
 from opacus.grad_sample.owners import Owners
 
-__all__ = ["SHARDED", "Probe", "Schedule", "can_probe", "graph_is_recorded", "note_checked"]
+__all__ = ["PARTS", "SHARDED", "Probe", "Schedule", "can_probe", "graph_is_recorded", "note_checked"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,10 @@ _LAST = max(_PLACES)
 SHARDED = (
     "its parameters are sharded, and a backward of its own would need all ranks. Run opacus.testing.check_sample_isolation on "
     "the model before it is sharded (a small one of the same class does)."
+)
+PARTS = (
+    "{where} took part in a backward, but only parts of the model were called, and the search looks at calls of the model that was made "
+    "private. Call that, with what is done between its parts in its forward; or run opacus.testing.check_sample_isolation on model and loss."
 )
 _CHECK = "Pass check_isolation=True to make_private, or run opacus.testing.check_sample_isolation, which need no such backward."
 _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()

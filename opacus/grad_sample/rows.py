@@ -65,6 +65,11 @@ class RowCount:
         return self._depth == 1
 
     @property
+    def in_model(self) -> bool:
+        """Whether the model is being called, rather than a part of it by itself."""
+        return self._depth > 0
+
+    @property
     def _recomputing(self) -> bool:
         return torch._C._current_graph_task_id() != -1
 

@@ -512,6 +512,57 @@ def test_nothing_is_said_of_a_model_that_the_explicit_check_passed(caplog):
     assert not [r for r in caplog.records if r.name == isolation.__name__]
 
 
+def said_of_parts(caplog: Any) -> list[str]:
+    return [r.message for r in caplog.records if r.name == isolation.__name__]
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "bk"])
+def test_that_parts_called_by_themselves_were_not_searched_is_said_once(mode, caplog):
+    inner = Calls(lambda m, x: m.head(m.first(x)), first=linear(), head=linear())
+    model = wrap_model(inner, mode)
+    for _ in range(3):
+        y = checkpoint(inner.first, torch.randn(5, 4), use_reentrant=False)
+        inner.head(y - y.mean(0)).sum().backward()
+        model.zero_grad()
+    [said] = said_of_parts(caplog)
+    assert "Calls was not searched for layers that mix samples" in said
+    assert "(Linear) took part" in said
+    assert "check_sample_isolation" in said
+
+
+@pytest.mark.parametrize("use", ["beside", "before", "one sample", "without gradients", "checked"])
+def test_nothing_is_said_of_parts_beside_a_call_of_the_model_or_that_train_nothing(use, caplog):
+    inner = Calls(lambda m, x: m.head(m.first(x)), first=linear(), head=linear())
+    x = torch.randn(5, 4)
+    if use == "checked":
+        check_sample_isolation(inner, lambda m, x: m(x).tanh().sum(), x, loss_reduction="sum")
+    model = GradSampleModule(inner)
+    for _ in range(3):
+        if use == "beside":
+            out = model(x)
+            (out.sum() + inner.head(out).sum()).backward()
+        elif use == "before":
+            (inner.head(x).sum() + model(x).sum()).backward()
+        elif use == "without gradients":
+            with torch.no_grad():
+                inner.head(x)
+            model(x).sum().backward()
+        else:
+            inner.head(x[:1] if use == "one sample" else x).sum().backward()
+        model.zero_grad()
+    assert not said_of_parts(caplog)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputed_layers_are_no_parts_called_by_themselves(use_reentrant, caplog):
+    body = lambda m, x: checkpoint(m.body, m.first(x), use_reentrant=use_reentrant)  # noqa: E731
+    model = GradSampleModule(Calls(body, first=linear(), body=linear()))
+    for _ in range(3):
+        model(torch.randn(3, 4)).sum().backward()
+        model.zero_grad()
+    assert not any("parts of the model" in said for said in said_of_parts(caplog))
+
+
 def test_one_sample_cannot_be_checked_so_the_check_waits_for_two():
     model = GradSampleModule(Calls(mixed, lost=linear(), head=linear()))
     model(torch.randn(1, 5, 4)).sum().backward()
