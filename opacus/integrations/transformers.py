@@ -73,7 +73,8 @@ def make_trainer_private(
     Changed on the trainer: its class (a subclass, so `isinstance` holds), its optimizer when training starts, and of its
     arguments `gradient_accumulation_steps=1` (see `expected_batch_size`), `max_grad_norm=0` (its own clipping, whose norms are private
     data, is off) and `average_tokens_across_devices=False`. Checkpoints hold the privacy state in `optimizer.pt` and resume bit for
-    bit; with other records or settings, with noise of their own and a warning. Going back to a checkpoint keeps what was spent
+    bit; with other records or settings, or records that are made with random numbers (masked tokens, augmentation), with noise of their
+    own and a warning. Going back to a checkpoint keeps what was spent
     since. `save_model` writes an ordinary model. Logs have `epsilon` and `privacy_steps`.
 
     Under `torchrun` every rank builds the same trainer around a replica of its own, on one device or several (`device_map`), and calls

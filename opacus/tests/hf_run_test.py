@@ -19,7 +19,13 @@ pytest.importorskip("trl", reason="needs TRL (extra hf)")
 pytest.importorskip("peft", reason="needs PEFT (extra hf)")
 
 from peft import PeftModel
-from transformers import GPT2LMHeadModel, TrainerCallback
+from transformers import (
+    DataCollatorForLanguageModeling,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from opacus.accountants import create_accountant
 from opacus.errors import ConfigurationError, PerSampleGradientError
@@ -31,6 +37,7 @@ from opacus.tests.hf_trainers import (
     NAMES,
     Fixed,
     adapters,
+    arguments,
     make_trainer,
     norm,
     summed_gradient,
@@ -501,7 +508,11 @@ def of_default(data):
     data.generator = random.random
 
 
-@pytest.mark.parametrize("make", [own_of_numpy, own_of_torch, own_of_python, hidden, of_default])
+def none(data):
+    data.generator = lambda: 0.5
+
+
+@pytest.mark.parametrize("make", [own_of_numpy, own_of_torch, own_of_python, hidden, of_default, none])
 @pytest.mark.parametrize("process", ["same", "another"])
 def test_a_step_that_may_have_other_random_records_draws_other_noise_and_is_accounted(make, process):
     def made(**changes):
@@ -521,7 +532,7 @@ def test_a_step_that_may_have_other_random_records_draws_other_noise_and_is_acco
     again.train(resume_from_checkpoint=checkpoint)
     second = flat(again) - before
     cosine = float(torch.nn.functional.cosine_similarity(first, second, dim=0))
-    repeats = make is of_default
+    repeats = make is none
     assert cosine > 0.999 if repeats else abs(cosine) < 6 / math.sqrt(first.numel()) + 0.01
     assert len(again.privacy.accountant) == (2 if repeats or process == "another" else 3)
 
@@ -539,15 +550,34 @@ def test_runs_with_one_seed_are_equal_where_records_are_random_too(make):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_random_records_of_worker_processes_are_not_taken_for_repeated():
-    batches = lambda records: {"x": torch.tensor(records)}  # noqa: E731
-    for workers, resumes, repeats in ((0, True, True), (1, False, True), (1, True, False)):
-        loader = SimpleNamespace(
-            dataset=RandomItems(), collate_fn=SimpleNamespace(collate=batches), num_workers=workers
+def test_noise_of_a_masked_language_model_is_not_repeated_with_other_masks():
+    """A resumed trainer puts the default generators back when its first batch was made already."""
+
+    def made(**changes):
+        args = arguments(TrainingArguments, max_steps=2, learning_rate=1.0, **changes)
+        masks = DataCollatorForLanguageModeling(tiny.TOKENIZER, mlm=True, mlm_probability=0.5)
+        trainer = Trainer(
+            model=tiny.bert_masked(), args=args, train_dataset=tiny.token_data(), data_collator=masks
         )
-        found = [randomness_of_records(loader, resumes) for _ in range(2)]
-        assert (found == ["", ""]) is repeats
-        assert (found[0] == found[1]) is repeats
+        return make_trainer_private(trainer, **{**QUICK, **LOUD, "noise_multiplier": 50.0})
+
+    trainer = made(**SAVING)
+    trainer.train()
+    first = torch.cat([w.flatten() for w in trainable(trainer).values()])
+    trainer.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-1")
+    second = torch.cat([w.flatten() for w in trainable(trainer).values()])
+    # two draws of one size, of which neither is in the other
+    assert float((first - second).norm()) > 50.0 / LOUD["expected_batch_size"] * math.sqrt(len(first))
+    assert len(trainer.privacy.accountant) == 3
+
+
+def test_random_records_are_told_alike_from_the_start_only():
+    loader = SimpleNamespace(
+        dataset=RandomItems(), collate_fn=SimpleNamespace(collate=lambda r: {"x": torch.tensor(r)})
+    )
+    assert [randomness_of_records(loader, False) for _ in range(2)] == ["", ""]
+    first, second = (randomness_of_records(loader, True) for _ in range(2))
+    assert first != second
 
 
 class RandomItems:

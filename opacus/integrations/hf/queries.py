@@ -67,7 +67,7 @@ def queries_of(trainer: Any, plan: Plan, ranks: int, randomness: str) -> dict[st
         "max_grad_norm": repr(_plain(plan.max_grad_norm)),
         "clipping": f"{plan.clipping} {_plain(options)}",
         "the number of ranks": str(ranks),
-        "the random numbers that records are made with": randomness,
+        "random numbers in records": randomness,
         "train_dataset": _digest_of_all(trainer.train_dataset) or _digest_of_some(trainer.train_dataset),
     }
 

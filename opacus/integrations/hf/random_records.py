@@ -1,8 +1,8 @@
 """Whether a checkpoint tells which records, as the model sees them, its next steps would have: where they are made with random numbers.
 
 A resumed step draws the noise of the step that it repeats. That is one release where the sums are the same, and an open door where
-they are not: the difference of the two has no noise. Checkpoints keep the states of the default generators; those of a data set's or a
-collate function's own generators, and of worker processes, they do not.
+they are not: the difference of the two has no noise. Checkpoints do not keep the states of a data set's or a collate function's own
+generators, nor those of worker processes; those of the default generators the trainer puts back when the first batch was made already.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def randomness_of_records(loader: Any, resumes: bool) -> str:
         resumes: whether a checkpoint's training goes on.
 
     Returns:
-        Empty where records are not random, or drawn from the default generators in this process; a text of its own for
-        every call where nothing tells what will be drawn.
+        Empty where records are not random, or drawn from the default generators from the start; a text of its own for every call
+        where nothing tells what will be drawn.
     """
     data, collate = loader.dataset, loader.collate_fn.collate
     numbers = random.Random(0).sample(range(len(data)), min(_DRAWN, len(data)))
@@ -46,6 +46,6 @@ def randomness_of_records(loader: Any, resumes: bool) -> str:
 
     batch, drawn, before, after = draw()
     again = draw()[0]
-    if not equal_batches(batch, again) or (resumes and (before != after or (drawn and loader.num_workers))):
+    if not equal_batches(batch, again) or (resumes and (before != after or drawn)):
         return secrets.token_hex(16)
     return "" if before == after else hashlib.sha256(repr(after).encode()).hexdigest()
