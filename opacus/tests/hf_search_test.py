@@ -30,12 +30,14 @@ from transformers import (
 from trl.experimental.tpo import TPOConfig, TPOTrainer
 
 from opacus.errors import ConfigurationError, PerSampleGradientError
+from opacus.integrations.hf import calibration
 from opacus.integrations.hf.calibration import find_contract
 from opacus.integrations.hf.collation import Collation
 from opacus.integrations.hf.looked_mode import TrainingWithoutRandomness
 from opacus.integrations.transformers import make_trainer_private
 from opacus.tests import hf_tiny as tiny
 from opacus.tests.hf_trainers import (
+    NAMES,
     arguments,
     clipped_sum,
     largest_error,
@@ -380,6 +382,22 @@ def test_a_loss_that_changes_in_batches_of_a_step_s_size_only_is_found(reduce):
 def test_a_mean_over_records_of_a_step_s_size_is_accepted(physical):
     trainer = make_trainer_private(with_loss(lambda losses, _: losses.mean(), physical=physical), **RUN)
     assert trainer.privacy.contract.kind == "mean over rows"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_trainer_s_loss_of_a_step_s_records_is_that_of_them_one_by_one(name, monkeypatch):
+    compared = []
+    own = calibration._Probe._sums
+
+    def sums(self, records, contract):
+        compared.append(own(self, records, contract))
+        return compared[-1]
+
+    monkeypatch.setattr(calibration._Probe, "_sums", sums)
+    make_trainer_private(make_trainer(name, per_device_train_batch_size=8), **RUN)
+    ((whole, parts),) = compared
+    assert len(parts) == 8
+    assert whole == pytest.approx(sum(parts), rel=1e-5)
 
 
 @pytest.mark.parametrize("physical", [3, 17])
