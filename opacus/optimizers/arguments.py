@@ -65,9 +65,6 @@ def needs_closure(optimizer: Any) -> bool:
     """Whether `step()` cannot be called without something that computes the loss."""
     if isinstance(optimizer, torch.optim.LBFGS):  # whatever a subclass makes of the signature
         return True
-    try:
-        parameters = inspect.signature(optimizer.step).parameters.values()
-    except (TypeError, ValueError):  # nothing is known of it
-        return False
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return any(p.default is inspect.Parameter.empty and p.kind not in variadic for p in parameters)
+    # of the class: the object's own may be a wrapper's, of a scheduler or of sharding
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
