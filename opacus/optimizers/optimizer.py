@@ -417,6 +417,9 @@ class DPOptimizer(Optimizer):
     def add_noise(self) -> None:
         """Add noise to each parameter's clipped sum, and put the result into `grad`.
 
+        Raises:
+            RepeatedNoiseError: if the generator was set back to where an earlier draw began; no `grad` was written.
+
         Formal guarantee:
             Every coordinate of the sum receives independent N(0, (noise_multiplier * max_grad_norm)^2) exactly once,
             drawn in at least float32 on the parameter's own device, before the cast to the parameter's dtype.

@@ -36,6 +36,18 @@ _JOINS = (
     "mean over the answers' tokens of the whole batch. Use DPOTrainer."
 )
 
+_PADDING_FREE = Refused(
+    "padding_free",
+    None,
+    "padding_free makes one row of the whole batch, so that rows are not samples. Set padding_free=False.",
+)
+
+_AUXILIARY_LOSS = Refused(
+    "aux_loss_enabled",
+    None,
+    "the auxiliary loss is a statistic of the batch. Set its coefficient to 0.",
+)
+
 REFUSED: dict[str, tuple[Refused, ...]] = {
     "Trainer": (
         Refused(
@@ -136,16 +148,8 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
             None,
             "packing puts several samples into a row (or cuts one in pieces), so that rows are not samples. Set packing=False.",
         ),
-        Refused(
-            "padding_free",
-            None,
-            "padding_free makes one row of the whole batch, so that rows are not samples. Set padding_free=False.",
-        ),
-        Refused(
-            "aux_loss_enabled",
-            None,
-            "the auxiliary loss is a statistic of the batch. Set its coefficient to 0.",
-        ),
+        _PADDING_FREE,
+        _AUXILIARY_LOSS,
     ),
     "DPOTrainer": (
         Refused(
@@ -158,16 +162,8 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
             ("sft",),
             "the loss is a mean over the chosen tokens of the whole batch, so that a sample's gradient depends on the others' lengths.",
         ),
-        Refused(
-            "padding_free",
-            None,
-            "padding_free makes one row of the whole batch, so that rows are not samples. Set padding_free=False.",
-        ),
-        Refused(
-            "aux_loss_enabled",
-            None,
-            "the auxiliary loss is a statistic of the batch. Set its coefficient to 0.",
-        ),
+        _PADDING_FREE,
+        _AUXILIARY_LOSS,
     ),
     "KTOTrainer": (
         Refused(
@@ -176,11 +172,7 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
             "its KL baseline is a mean over the other samples' completions and scales each sample's gradient; the completions are taken "
             "from neighbours in the data set.",
         ),
-        Refused(
-            "aux_loss_enabled",
-            None,
-            "the auxiliary loss is a statistic of the batch. Set its coefficient to 0.",
-        ),
+        _AUXILIARY_LOSS,
     ),
     "TPOTrainer": (
         Refused(
